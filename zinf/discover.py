@@ -1,0 +1,140 @@
+"""Which modules of a model travel as shards.
+
+In order: transformer blocks (transformers' GradientCheckpointingLayer, or the classes a user names, or the repeated children
+of a ModuleList or Sequential); then single torch.nn layers over a size (embeddings, heads, convolutions, LSTMs); what is left
+is the root, small, and stays on the device. Works on modules on the meta device. A parameter belongs to exactly one unit:
+
+- layers that share parameters (an embedding and the head tied to it) are one unit with several modules;
+- a parameter that a block shares with anything outside of it belongs to the root.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+# Layers whose forward is called wherever their weight is used. Others may be used through their attributes alone.
+CALLED_LAYERS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.modules.conv._ConvNd, nn.MultiheadAttention)
+
+
+@dataclasses.dataclass
+class Unit:
+    """The modules and parameters of one shard. `modules` is empty for the root. `block` tells blocks from single layers."""
+
+    name: str
+    modules: list[nn.Module]
+    params: list[tuple[str, nn.Parameter]]
+    block: bool
+
+
+def discover(model: nn.Module, blocks: Sequence[str] | None = None, leaf_bytes: int = 4 << 20) -> list[Unit]:
+    """Split `model` into units: blocks and large layers in registration order, the root last (absent if nothing is left).
+
+    Args:
+        model: any module; its parameters may be on the meta device.
+        blocks: class names of the blocks; None finds them.
+        leaf_bytes: a layer outside of every block becomes a unit of its own from this many bytes on.
+
+    Raises:
+        ValueError: a class in `blocks` does not occur in the model, or the model has no parameters.
+    """
+    first_names: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        first_names.setdefault(id(p), name)
+    if not first_names:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to stream or to train")
+    found = list(_blocks(model, blocks))
+    inside = {id(m) for _, block in found for m in block.modules()}
+    layers = [
+        (name, m)
+        for name, m in model.named_modules()
+        if id(m) not in inside and isinstance(m, CALLED_LAYERS) and sum(p.numel() * p.element_size() for p in m.parameters()) >= leaf_bytes
+    ]
+    groups = [Unit(name, [m], [], True) for name, m in found] + _merge_tied(layers)
+    homes = _homes(model, groups)
+    root = Unit("root", [], [], False)
+    for _, p in model.named_parameters():
+        users = homes[id(p)]
+        owner = users[0] if len(users) == 1 and users[0] is not None else root
+        owner.params.append((first_names[id(p)], p))
+    return [u for u in [*groups, root] if u.params]
+
+
+def _blocks(model: nn.Module, classes: Sequence[str] | None) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost blocks, (name, module), each module once."""
+    if classes is not None:
+        present = {type(m).__name__ for m in model.modules()}
+        for c in classes:
+            if c not in present:
+                raise ValueError(f"blocks names the class {c}, which does not occur in {type(model).__name__}; it has {', '.join(sorted(present))}")
+
+    def is_block(m: nn.Module) -> bool:
+        if classes is not None:
+            return type(m).__name__ in classes
+        return any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)
+
+    marked = any(is_block(m) for m in model.modules())
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        repeated = set() if marked or classes is not None else _repeated(module)
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if id(child) in seen:
+                continue
+            if is_block(child) or id(child) in repeated:
+                seen.add(id(child))
+                if any(True for _ in child.parameters()):
+                    yield path, child
+            else:
+                yield from walk(child, path)
+
+    yield from walk(model, "")
+
+
+def _repeated(module: nn.Module) -> set[int]:
+    """Children of a ModuleList or Sequential whose class occurs there more than once and has parameters."""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return set()
+    children = [c for c in module.children() if any(True for _ in c.parameters()) and not isinstance(c, (nn.ModuleList, nn.ModuleDict))]
+    classes = [type(c) for c in children]
+    return {id(c) for c in children if classes.count(type(c)) > 1}
+
+
+def _merge_tied(layers: list[tuple[str, nn.Module]]) -> list[Unit]:
+    """One unit for each set of layers that share parameters."""
+    units: list[Unit] = []
+    for name, module in layers:
+        mine = {id(p) for p in module.parameters()}
+        for unit in units:
+            if any(id(p) in mine for m in unit.modules for p in m.parameters()):
+                if module not in unit.modules:
+                    unit.modules.append(module)
+                break
+        else:
+            units.append(Unit(name, [module], [], False))
+    return units
+
+
+def _homes(model: nn.Module, units: list[Unit]) -> dict[int, list[Unit | None]]:
+    """For each parameter (by identity, while nothing moves yet) the units that use it; None stands for modules outside of all units."""
+    owner: dict[int, Unit] = {}
+    for unit in units:
+        for top in unit.modules:
+            for m in top.modules():
+                owner.setdefault(id(m), unit)
+    homes: dict[int, list[Unit | None]] = {}
+    for m in model.modules():
+        for p in m.parameters(recurse=False):
+            users = homes.setdefault(id(p), [])
+            if not any(u is owner.get(id(m)) for u in users):
+                users.append(owner.get(id(m)))
+    return homes
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The layout's name of a torch dtype ("bf16", ...); other dtypes keep torch's name and are refused by the layout."""
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype).removeprefix("torch."))
