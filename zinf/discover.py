@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from zinf import layout
+
 # Layers whose forward is called wherever their weight is used. Others may be used through their attributes alone.
 CALLED_LAYERS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
@@ -48,7 +50,7 @@ def discover(model: nn.Module, blocks: Sequence[str] | None = None, leaf_bytes: 
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to stream or to train")
     found = list(_blocks(model, blocks))
     inside = {id(m) for _, block in found for m in block.modules()}
-    layers = [
+    layers: list[tuple[str, nn.Module]] = [
         (name, m)
         for name, m in model.named_modules()
         if id(m) not in inside and isinstance(m, CALLED_LAYERS) and sum(p.numel() * p.element_size() for p in m.parameters()) >= leaf_bytes
@@ -138,3 +140,14 @@ def _homes(model: nn.Module, units: list[Unit]) -> dict[int, list[Unit | None]]:
 def dtype_name(dtype: torch.dtype) -> str:
     """The layout's name of a torch dtype ("bf16", ...); other dtypes keep torch's name and are refused by the layout."""
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def layout_of(units: Sequence[Unit], chunk: int) -> layout.Model:
+    """The layout of units, a shard for each, in chunks of `chunk` elements: dtypes and trainability are the parameters' now.
+
+    Raises:
+        ValueError: a parameter without elements, or of a dtype that is not streamed; a chunk that is no multiple of a piece.
+    """
+    return layout.Model(
+        tuple(layout.make_shard(u.name, [(name, tuple(p.shape), dtype_name(p.dtype), p.requires_grad) for name, p in u.params]) for u in units), chunk
+    )

@@ -19,7 +19,7 @@ from torch import nn
 
 from zinf import layout
 from zinf.checkpoint.format import TORCH, Tensor, read_header
-from zinf.checkpoint.staging import Part
+from zinf.checkpoint.staging import TRANSFER, Part, cut
 from zinf.errors import CheckpointError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # what can be imported
@@ -69,7 +69,7 @@ def check(model: layout.Model, source: Source) -> dict[str, Reader]:
         except CheckpointError as e:
             problems.append(str(e))
             continue
-        if tuple(reader.shape) != p.shape:
+        if tuple(reader.shape) != ((p.numel,) if isinstance(reader, _Parts) else p.shape):
             problems.append(f"{p.name} is {list(reader.shape)} there and {list(p.shape)} in the model")
     problems += [f"{name} is in the checkpoint and not in the model" for name in source.unexpected([p.name for p in params])]
     if problems:
@@ -154,6 +154,19 @@ class SafetensorsSource:
         pread(self._fds[t.path], t.path, t.begin, out)
         return out.view(TORCH[t.dtype]).reshape(t.shape)
 
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors are the same, bit for bit."""
+        a, b = self.tensors[one], self.tensors[other]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        x, y = torch.empty(2, TRANSFER, dtype=torch.uint8).unbind()
+        for at, n in cut(a.end - a.begin, 1):
+            pread(self._fds[a.path], a.path, a.begin + at, x[:n])
+            pread(self._fds[b.path], b.path, b.begin + at, y[:n])
+            if not torch.equal(x[:n], y[:n]):
+                return False
+        return True
+
     def unexpected(self, params: Iterable[str]) -> list[str]:
         used = set(self.ignore)
         for name in params:
@@ -228,7 +241,7 @@ class _FileReader:
 
 
 class _Parts:
-    """A parameter that is several tensors, or pieces of tensors, end to end. Its shape is the model's to say."""
+    """A parameter that is several tensors, or pieces of tensors, end to end; flat, its shape is the model's to say."""
 
     def __init__(self, name: str, readers: Sequence[_FileReader], parts: Sequence[Part]) -> None:
         if len({r.dtype for r in readers}) != 1:

@@ -1,0 +1,360 @@
+"""From a Hugging Face folder or hub id to a model whose weights are in a store, and back to a folder.
+
+    build_on_meta      the architecture: parameters on the meta device, buffers real
+    from_pretrained    that, and the weights imported into a store; memory: a few chunks, never a whole tensor
+    save_extras        everything of a folder that is not weights
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import fnmatch
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zinf import layout
+from zinf.checkpoint import SafetensorsSource, check, import_tensors
+from zinf.checkpoint.staging import Progress
+from zinf.discover import discover, layout_of
+from zinf.errors import CheckpointError, ConfigError
+from zinf.hf.names import Names, Where, match
+
+if TYPE_CHECKING:
+    from zinf.aio import IoEngine
+    from zinf.tiers.nvme import Store
+
+CHUNK = 8 << 20  # elements: 16 MiB of bf16 weights, 80 MiB of state
+
+# What a folder holds beside weights and the configs that the model itself writes.
+EXTRAS = (
+    "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "preprocessor_config.json", "processor_config.json", "image_processor*.json", "video_preprocessor_config.json", "*.py",
+)  # fmt: skip
+EXTRA_FOLDERS = ("additional_chat_templates",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a model came from, for saving it again."""
+
+    folder: str
+    names: dict[str, Where]  # parameter -> its place in exported files, in their order
+    buffers: dict[str, str]  # persistent buffer -> its name in exported files
+    files: tuple[str, ...]  # to be copied at save, relative to the folder
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict for a manifest: only the names that differ."""
+        return {
+            "source": self.folder,
+            "files": list(self.files),
+            "names": {k: v if isinstance(v, str) else [dataclasses.astuple(p) for p in v] for k, v in self.names.items() if k != v},
+        }
+
+
+@dataclasses.dataclass
+class OpenStore:
+    """A store that a model's weights are in, with the I/O engine it uses; whoever takes it over closes both."""
+
+    store: Store
+    io: IoEngine
+
+    def close(self) -> None:
+        self.store.close()
+        self.io.close()
+
+
+def resolve(name_or_dir: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None, code: bool = False) -> str:
+    """The local folder of a model: itself, or downloaded from the hub (safetensors, configs, tokenizer; `code` adds Python files).
+
+    Raises:
+        ConfigError: one line: no such folder, no such model, or no way to download it.
+    """
+    name = os.fspath(name_or_dir)
+    if os.path.isdir(name):
+        return name
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
+        raise ConfigError(f"{name} is not a folder, and not a hub id (owner/name)")
+    import huggingface_hub
+
+    patterns = ["model*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "vocab*", "*.tiktoken", "*.jinja"] + ["*.py"] * code
+    try:
+        return huggingface_hub.snapshot_download(name, revision=revision, token=token, allow_patterns=patterns)
+    except Exception as e:
+        if not isinstance(e, (OSError, ValueError)) and not type(e).__module__.startswith(("huggingface_hub", "httpx", "requests")):
+            raise
+        why = str(e).strip().splitlines() or [""]
+        raise ConfigError(f"{name} is not a folder here, and could not be downloaded from the hub: {type(e).__name__}: {why[0]}") from e
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that this thread makes get their parameters on the meta device; buffers and all else are real.
+
+    A parameter is moved as it is registered, before its values are set; parameters that are shared stay shared. (accelerate's
+    init_empty_weights wraps a shared parameter anew in each module, and torch.device("meta") leaves no buffers.)
+    """
+    register, me = nn.Module.register_parameter, threading.get_ident()
+    moved = WeakTensorKeyDictionary()
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if type(param) is nn.Parameter and not param.is_meta and threading.get_ident() == me:
+            if param not in moved:
+                moved[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+                moved[param].__dict__.update(param.__dict__)
+            param = moved[param]
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+
+
+def build_on_meta(
+    name_or_dir: str | os.PathLike[str],
+    *,
+    auto_class: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    **config_overrides: Any,
+) -> nn.Module:
+    """The model of a folder's config.json, in eval mode: parameters on meta, tied where the config ties them, buffers real.
+
+    Args:
+        auto_class: transformers' AutoModelForCausalLM (None), another Auto class, or a model class.
+        dtype: of the parameters, but for those that the architecture keeps in fp32.
+        config_overrides: attributes of the config.
+
+    Raises:
+        ConfigError: no config, a config of quantized weights, or an override that the config does not know.
+    """
+    import transformers
+
+    auto_class = auto_class or transformers.AutoModelForCausalLM
+    folder = resolve(name_or_dir, code=trust_remote_code)
+    config = _config(folder, auto_class, trust_remote_code, config_overrides)
+    options: dict[str, Any] = {"dtype": dtype}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    with parameters_on_meta():
+        if hasattr(auto_class, "from_config"):
+            model = auto_class.from_config(config, trust_remote_code=trust_remote_code, **options)
+        else:
+            model = auto_class._from_config(config, **options)
+    model.tie_weights()
+    _set_buffers(model)
+    _keep_fp32(model, dtype)
+    if model.can_generate() and os.path.isfile(os.path.join(folder, "generation_config.json")):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _config(folder: str, auto_class: Any, trust_remote_code: bool, overrides: dict[str, Any]) -> Any:
+    import transformers
+
+    try:
+        if hasattr(auto_class, "from_config"):
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        else:
+            config = auto_class.config_class.from_pretrained(folder)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{folder} has no usable config.json: {(str(e).strip().splitlines() or [''])[0]}") from e
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else getattr(quantization, "quant_method", None)
+        raise ConfigError(f"{folder} has quantized weights ({method}), which zinf does not train; take the checkpoint they were made from")
+    for key, value in overrides.items():
+        if not hasattr(config, key):
+            raise ConfigError(f"{type(config).__name__} has no attribute {key} that could be set to {value!r}")
+        setattr(config, key, value)
+    config.name_or_path = folder
+    return config
+
+
+@torch.no_grad()
+def _set_buffers(model: Any) -> None:
+    """Compute the buffers again outside of the constructor, where the default dtype is not the model's: GPT-J's positions differ."""
+    from transformers import PreTrainedModel
+
+    def walk(module: nn.Module, owner: Any) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        if module._buffers:
+            owner._init_weights(module)  # of parameters on meta it changes nothing
+        for child in module.children():
+            walk(child, owner)
+
+    walk(model, model)
+
+
+def _keep_fp32(model: Any, dtype: torch.dtype) -> None:
+    """Make fp32 what the architecture says to keep in fp32, as its from_pretrained does."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    from transformers.core_model_loading import build_glob_alternation
+
+    pattern, _, _ = build_glob_alternation(list(plan))
+    first: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None and p.is_floating_point() and pattern.search(f"{prefix}.{name}" if prefix else name):
+                if id(p) not in first:
+                    first[id(p)] = nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
+                module._parameters[name] = first[id(p)]
+        for name, b in list(module._buffers.items()):
+            persistent = name not in module._non_persistent_buffers_set
+            if persistent and b is not None and b.is_floating_point() and pattern.search(f"{prefix}.{name}" if prefix else name):
+                module._buffers[name] = b.float()
+
+
+def open_source(model: nn.Module, folder: str, *, ignore_unexpected: bool = False) -> tuple[SafetensorsSource, Names]:
+    """The weights of a folder as a source for the layout of `model`, and how their names match. The caller closes the source.
+
+    Raises:
+        CheckpointError: see SafetensorsSource; a conversion that zinf does not stream; tensors that should be equal and are not.
+    """
+    with SafetensorsSource(folder) as plain:
+        names = match(model, {name: t.shape for name, t in plain.tensors.items()})
+        for one, other in names.copies:
+            if not plain.equal(one, other):
+                raise CheckpointError(f"{folder}: {one} and {other} differ, but the config says they are one; set tie_word_embeddings=False to have both")
+    ignore = [*names.buffers.values(), *(copy for _, copy in names.copies), *(names.unexpected if ignore_unexpected else names.ignored)]
+    return SafetensorsSource(folder, names=names.load, ignore=ignore), names
+
+
+def from_pretrained(
+    name_or_dir: str | os.PathLike[str],
+    *,
+    nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    run_name: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    auto_class: Any = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    trainable: Callable[[str], bool] | None = None,
+    ignore_unexpected: bool = False,
+    chunk_size: int = CHUNK,
+    blocks: Sequence[str] | None = None,
+    crash_safe: bool = True,
+    overwrite: bool = False,
+    backend: str = "auto",
+    progress: Progress | None = None,
+    **config_overrides: Any,
+) -> nn.Module:
+    """A transformers model whose weights are in a new store, ready for zinf.Engine. Host memory: a few chunks.
+
+    The checkpoint is checked in full before the store is made. The model has `zinf_origin` (Origin) and `zinf_store`
+    (OpenStore); its parameters stay on the meta device until an engine takes it.
+
+    Args:
+        name_or_dir: a folder, or a hub id.
+        nvme_path: one path or several; the store is the folder `run_name` (by default the model's name) in each.
+        trainable: of each parameter name, whether it is trained; default all. Frozen parameters have no state in the store.
+        ignore_unexpected: go on if the checkpoint has tensors that the model has not.
+        chunk_size: elements of a chunk.
+        blocks: class names of the blocks, see discover().
+        overwrite: replace a store of that name.
+        progress: called with (bytes imported, bytes in all).
+        config_overrides: see build_on_meta, also for auto_class, dtype, attn_implementation and trust_remote_code.
+
+    Raises:
+        ConfigError, CheckpointError, StoreError, OSError: one line; no store is left behind that could be taken for a whole one.
+    """
+    folder = resolve(name_or_dir, revision=revision, code=trust_remote_code)
+    model = build_on_meta(
+        folder, auto_class=auto_class, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code, **config_overrides
+    )
+    if trainable is not None:
+        for name, p in model.named_parameters():
+            p.requires_grad_(trainable(name))
+    plan = layout_of(discover(model, blocks), chunk_size)
+    source, names = open_source(model, folder, ignore_unexpected=ignore_unexpected)
+    with source:
+        check(plan, source)
+        load_buffers(model, source, names)
+        origin = Origin(folder, names.save, names.buffers, extra_files(folder))
+        paths = [nvme_path] if isinstance(nvme_path, (str, os.PathLike)) else list(nvme_path)
+        name = run_name or re.sub(r"[^\w.-]", "_", os.path.basename(os.path.abspath(os.fspath(name_or_dir))))
+        store = _import(plan, source, [os.path.join(os.fspath(p), name) for p in paths], origin, crash_safe, overwrite, backend, progress)
+    model.zinf_origin = origin  # type: ignore[assignment]
+    model.zinf_store = store  # type: ignore[assignment]
+    return model
+
+
+def _import(
+    plan: layout.Model, source: SafetensorsSource, paths: list[str], origin: Origin, crash_safe: bool, overwrite: bool, backend: str, progress: Progress | None
+) -> OpenStore:  # fmt: skip
+    """A new committed store with the weights of `source`. On an error nothing stays open."""
+    from zinf.aio import open_engine
+    from zinf.tiers.nvme import Store
+
+    with contextlib.ExitStack() as undo:
+        io = open_engine(backend)
+        undo.callback(io.close)
+        store = Store.create(paths, plan, io, crash_safe=crash_safe, overwrite=overwrite)
+        undo.callback(store.close)
+        import_tensors(plan, source, store.write, progress=progress)
+        store.commit(0, {"origin": origin.to_json()})
+        undo.pop_all()
+    return OpenStore(store, io)
+
+
+def load_buffers(model: nn.Module, source: SafetensorsSource, names: Names) -> None:
+    """Set the persistent buffers of `model` to what the checkpoint has of them.
+
+    Raises:
+        CheckpointError: a buffer of another shape.
+    """
+    for name, tensor in names.buffers.items():
+        buffer, value = model.get_buffer(name), source.load(tensor)
+        if value.shape != buffer.shape:
+            raise CheckpointError(f"{source.where}: {tensor} is {list(value.shape)} there and {list(buffer.shape)} in the model")
+        buffer.copy_(value)
+
+
+def extra_files(folder: str) -> tuple[str, ...]:
+    """The files of a folder that a saved model should have too: tokenizer, chat templates, processors, code."""
+    files = [f for f in sorted(os.listdir(folder)) if any(fnmatch.fnmatch(f, p) for p in EXTRAS) and not f.endswith(".safetensors")]
+    for sub in EXTRA_FOLDERS:
+        if os.path.isdir(os.path.join(folder, sub)):
+            files += [os.path.join(sub, f) for f in sorted(os.listdir(os.path.join(folder, sub)))]
+    return tuple(f for f in files if os.path.isfile(os.path.join(folder, f)))
+
+
+def save_extras(model: Any, out: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+    """Write config.json and generation_config.json of `model` to `out`, and copy what its origin (if it has one) lists.
+
+    Args:
+        dtype: of the exported weights, for the config; None: the model's.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    os.makedirs(out, exist_ok=True)
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(out)
+    if model.can_generate():
+        model.generation_config.save_pretrained(out)
+    origin = getattr(model, "zinf_origin", None)
+    if origin is None:
+        return
+    for file in origin.files:
+        target = os.path.join(out, file)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.isfile(source := os.path.join(origin.folder, file)):
+            shutil.copyfile(source, target)
