@@ -25,7 +25,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import threading
 import time
 import uuid
@@ -71,6 +70,7 @@ class Store:
         io: aio.IoEngine,
         lock: directory.Lock,
         committed: Manifest,
+        placement: layout.Placement,
         *,
         verify: str,
         writable: bool,
@@ -86,10 +86,9 @@ class Store:
         self._files = files
         self._always = verify == "always"
         self._writable = writable
-        places = layout.place(self.model, committed.shares, 2 if committed.crash_safe else 1).places
         self._entries = {
             key: Entry(i, key, where, files[where[0].path][where[0].file], committed.versions[i], committed.sums[i])
-            for i, (key, where) in enumerate(places.items())
+            for i, (key, where) in enumerate(placement.places.items())
         }
         self._dirty: set[Entry] = set()  # written since the commit
         self._changed = threading.Condition()  # _exclusive or _closed changed; writers and committers wait for their turn
@@ -145,24 +144,9 @@ class Store:
             extra=json.loads(json.dumps(extra or {})),
         )
         with contextlib.ExitStack() as undo:
-            for path in paths:
-                if directory.make(path):
-                    undo.callback(opening.quietly, os.rmdir, path)  # and no more: until we hold the lock, what is in it may be another's
-            unlocked = [path for path in paths if not os.path.lexists(os.path.join(path, directory.LOCK))]
-            lock = directory.Lock(paths)
-            undo.callback(lock.release)
-            for path in unlocked:
-                undo.callback(opening.quietly, os.unlink, os.path.join(path, directory.LOCK))
-            opening.make_room(paths, placement, overwrite)
-            for i, path in enumerate(paths):
-                directory.warn_if_memory(path)
-                undo.callback(opening.quietly, directory.empty, path)
-                manifest.publish(path, manifest.MEMBER, manifest.Member(committed.uuid, i, len(paths)).encode())
-                for name, nbytes in placement.sizes[i].items():
-                    directory.allocate(os.path.join(path, name), nbytes)
-                manifest.sync_directory(path)
+            lock = opening.build(paths, placement, committed.uuid, undo, overwrite=overwrite)
             files = opening.open_files(paths, placement, io, undo, direct=direct, write=True)
-            store = cls(paths, files, io, lock, committed, verify=verify, writable=True)
+            store = cls(paths, files, io, lock, committed, placement, verify=verify, writable=True)
             undo.pop_all()
         if not crash_safe:
             opening.say_what_is_lost(paths)
@@ -202,7 +186,7 @@ class Store:
             for path in paths:
                 directory.warn_if_memory(path)
             files = opening.open_files(paths, placement, io, undo, direct=direct, write=writable)
-            store = cls(paths, files, io, lock, committed, verify=verify, writable=writable)
+            store = cls(paths, files, io, lock, committed, placement, verify=verify, writable=writable)
             if verify != "off":
                 store.verify()
             undo.pop_all()

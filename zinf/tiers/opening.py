@@ -39,6 +39,27 @@ def quietly(action: Callable[[str], None], path: str) -> None:
         action(path)
 
 
+def build(paths: Sequence[str], placement: layout.Placement, uuid: str, undo: contextlib.ExitStack, *, overwrite: bool) -> directory.Lock:
+    """Directories, lock, member files and data files of a new store, durable. `undo` takes all of it away again."""
+    for path in paths:
+        if directory.make(path):
+            undo.callback(quietly, os.rmdir, path)  # and no more: until we hold the lock, what is in it may be another's
+    unlocked = [path for path in paths if not os.path.lexists(os.path.join(path, directory.LOCK))]
+    lock = directory.Lock(paths)
+    undo.callback(lock.release)
+    for path in unlocked:
+        undo.callback(quietly, os.unlink, os.path.join(path, directory.LOCK))
+    make_room(paths, placement, overwrite)
+    for i, path in enumerate(paths):
+        directory.warn_if_memory(path)
+        undo.callback(quietly, directory.empty, path)
+        manifest.publish(path, manifest.MEMBER, manifest.Member(uuid, i, len(paths)).encode())
+        for name, nbytes in placement.sizes[i].items():
+            directory.allocate(os.path.join(path, name), nbytes)
+        manifest.sync_directory(path)
+    return lock
+
+
 def make_room(paths: Sequence[str], placement: layout.Placement, overwrite: bool) -> None:
     """Refuse, or remove, what stands in the way of a new store; check the free bytes before anything is removed."""
     there = {path: [name for name in directory.own_files() if os.path.lexists(os.path.join(path, name))] for path in paths}
