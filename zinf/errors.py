@@ -30,3 +30,7 @@ class NonFiniteError(ZinfError):
 
 class EngineError(ZinfError):
     """The engine was used out of order: after close, backward twice, a parameter touched while it is not bound."""
+
+
+class CheckpointError(ZinfError, ValueError):
+    """A checkpoint that cannot be imported or exported: names the files or tensors, what is wrong, and what to do."""

@@ -1,0 +1,107 @@
+// The module zinf._ops: addresses, counts and scalars come in as numbers; what they mean was checked in zinf/ops/__init__.py.
+// No kernel touches a Python object, and each call releases the GIL on its binding line.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "dispatch.h"
+#include "pool.h"
+
+namespace py = pybind11;
+
+namespace zinf::ops {
+namespace {
+
+using Address = std::uintptr_t;
+using Released = py::call_guard<py::gil_scoped_release>;
+
+template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
+
+Dtype dtype(int code) {
+    ZINF_CHECK(code >= 0 && code < DTYPES, "no dtype has the number " + std::to_string(code));
+    return static_cast<Dtype>(code);
+}
+
+// f(begin, end) over the pieces of [0, n), on the pool or (null) on the caller.
+template <class F> void for_ranges(Pool* pool, std::size_t n, std::size_t piece, F f) {
+    auto body = [&](std::size_t k) noexcept {
+        const std::size_t begin = k * piece;
+        f(begin, n - begin < piece ? n : begin + piece);
+    };
+    const std::size_t pieces = n / piece + (n % piece != 0);
+    if (pool) return pool->for_each(pieces, body);
+    run_alone(pieces, [](void* context, std::size_t k) noexcept { (*static_cast<decltype(body)*>(context))(k); }, &body);
+}
+
+void adam(const std::string& isa, Pool* pool, std::size_t n, int weights_dtype, int grads_dtype, bool decoupled, Address weights, Address rest, Address m,
+          Address v, Address grads, const std::vector<double>& scalars) {
+    const AdamFn kernel = kernels_of(isa).adam[dtype(weights_dtype)][dtype(grads_dtype)][decoupled];
+    ZINF_CHECK(scalars.size() == 9, "adam: expected 9 scalars");
+    float s[9];  // rounded once, to nearest
+    for (int k = 0; k < 9; ++k) s[k] = static_cast<float>(scalars[static_cast<std::size_t>(k)]);
+    const Adam a{at<void>(weights), at<void>(rest), at<float>(m), at<float>(v), at<void>(grads), s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8]};
+    for_ranges(pool, n, PIECE, [&](std::size_t begin, std::size_t end) { kernel(a, begin, end); });
+}
+
+double sum_squares(const std::string& isa, Pool* pool, std::size_t n, int x_dtype, Address x, double initial) {
+    const SumFn kernel = kernels_of(isa).sum_squares[dtype(x_dtype)];
+    std::vector<double> partials(n / SUM_PIECE + (n % SUM_PIECE != 0));
+    for_ranges(pool, n, PIECE, [&](std::size_t begin, std::size_t end) { kernel(at<void>(x), begin, end, partials.data()); });
+    for (double partial : partials) initial += partial;  // in order: see [Note: the order of the sum]
+    return initial;
+}
+
+void cast(const std::string& isa, Pool* pool, std::size_t n, int src_dtype, int dst_dtype, Address src, Address dst) {
+    const CastFn kernel = kernels_of(isa).cast[dtype(src_dtype)][dtype(dst_dtype)];
+    for_ranges(pool, n, PIECE, [&](std::size_t begin, std::size_t end) { kernel(at<void>(src), at<void>(dst), begin, end); });
+}
+
+void accumulate(const std::string& isa, Pool* pool, std::size_t n, int dst_dtype, int src_dtype, Address dst, Address src, double scale) {
+    const AccumulateFn kernel = kernels_of(isa).accumulate[dtype(dst_dtype)][dtype(src_dtype)];
+    const float factor = static_cast<float>(scale);
+    for_ranges(pool, n, PIECE, [&](std::size_t begin, std::size_t end) { kernel(at<void>(dst), at<void>(src), factor, begin, end); });
+}
+
+void split(const std::string& isa, Pool* pool, std::size_t n, Address src, Address hi, Address lo) {
+    const SplitFn kernel = kernels_of(isa).split;
+    for_ranges(pool, n, PIECE, [&](std::size_t begin, std::size_t end) { kernel(at<float>(src), at<std::uint16_t>(hi), at<std::int16_t>(lo), begin, end); });
+}
+
+void join(const std::string& isa, Pool* pool, std::size_t n, Address hi, Address lo, Address dst) {
+    const JoinFn kernel = kernels_of(isa).join;
+    for_ranges(pool, n, PIECE, [&](std::size_t begin, std::size_t end) { kernel(at<std::uint16_t>(hi), at<std::int16_t>(lo), at<float>(dst), begin, end); });
+}
+
+void copy(const std::string& isa, Pool* pool, std::size_t bytes, Address src, Address dst) {
+    const CopyFn kernel = kernels_of(isa).copy;
+    for_ranges(pool, bytes, 4 * PIECE, [&](std::size_t begin, std::size_t end) { kernel(at<char>(src) + begin, at<char>(dst) + begin, end - begin); });
+}
+
+}  // namespace
+}  // namespace zinf::ops
+
+PYBIND11_MODULE(_ops, module) {
+    using namespace zinf::ops;
+    module.doc() = "CPU kernels of zinf, by address. Use zinf.ops, which checks what is passed.";
+    module.attr("PIECE") = PIECE;
+    module.attr("SUM_PIECE") = SUM_PIECE;
+
+    py::class_<Pool>(module, "Pool")
+        .def(py::init<int, const std::vector<int>&>(), py::arg("threads"), py::arg("affinity"), Released())
+        .def_property_readonly("threads", &Pool::threads)
+        .def("close", &Pool::close, Released());
+
+    module.def("available_isas", &available_isas);
+    module.def("adam", &adam, Released());
+    module.def("sum_squares", &sum_squares, Released());
+    module.def("cast", &cast, Released());
+    module.def("accumulate", &accumulate, Released());
+    module.def("split", &split, Released());
+    module.def("join", &join, Released());
+    module.def("copy", &copy, Released());
+}

@@ -1,0 +1,73 @@
+// The kernels as tables of function pointers, one table for each instruction set, chosen at run time.
+//
+// Words: a kernel works on elements [begin, end) of flat arrays. `Dtype` is the storage of an array of floats.
+// All tables hold the same algorithms (the .inl files), so all of them give the same bits; see half.h for NaN.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+namespace zinf::ops {
+
+enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, DTYPES = 3 };
+
+// Elements in one unit of work of a thread. Fixed, never n / threads, and a multiple of SUM_PIECE.
+inline constexpr std::size_t PIECE = 64 * 1024;
+// Elements in one partial sum of squares: part of the result's definition (zinf/ops/reference.py).
+inline constexpr std::size_t SUM_PIECE = 2048;
+
+// One step of Adam. `rest` is what the weights' dtype needs beside them: lo (int16) for bf16, the fp32 master for fp16,
+// nothing for fp32. The scalars are computed in double by the caller (reference.py: scalars) and rounded once.
+struct Adam {
+    void* weights;
+    void* rest;
+    float* m;
+    float* v;
+    const void* grads;
+    float scale;         // of the gradients: unscaling and clipping in one
+    float decay;         // decoupled: 1 - lr * weight_decay; else weight_decay
+    float beta1, rise1;  // rise = 1 - beta
+    float beta2, rise2;
+    float root;  // sqrt(1 - beta2^step)
+    float eps;
+    float rate;  // lr / (1 - beta1^step)
+};
+
+using AdamFn = void (*)(const Adam&, std::size_t begin, std::size_t end);
+using SumFn = void (*)(const void* x, std::size_t begin, std::size_t end, double* partials);  // begin % SUM_PIECE == 0
+using CastFn = void (*)(const void* src, void* dst, std::size_t begin, std::size_t end);
+using AccumulateFn = void (*)(void* dst, const void* src, float scale, std::size_t begin, std::size_t end);
+using SplitFn = void (*)(const float* src, std::uint16_t* hi, std::int16_t* lo, std::size_t begin, std::size_t end);
+using JoinFn = void (*)(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std::size_t begin, std::size_t end);
+using CopyFn = void (*)(const char* src, char* dst, std::size_t bytes);
+
+struct Kernels {
+    AdamFn adam[DTYPES][DTYPES][2];  // [weights][grads][decoupled]
+    SumFn sum_squares[DTYPES];
+    CastFn cast[DTYPES][DTYPES];              // [src][dst]
+    AccumulateFn accumulate[DTYPES][DTYPES];  // [dst][src]
+    SplitFn split;
+    JoinFn join;
+    CopyFn copy;  // with non-temporal stores: what a bench takes as the speed of memory
+};
+
+namespace baseline {
+extern const Kernels kernels;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+#endif
+
+// Names that this processor and its operating system run, from plain to best.
+std::vector<std::string_view> available_isas();
+// The table of a name; std::invalid_argument if this machine cannot run it.
+const Kernels& kernels_of(std::string_view name);
+
+}  // namespace zinf::ops

@@ -1,0 +1,253 @@
+"""The CPU kernels: one optimizer step, norms, casts and sums on flat tensors, in one pass over memory each.
+
+This module checks; the compiled zinf._ops computes; zinf/ops/reference.py defines what is correct, bit for bit, on every instruction set
+and for every number of threads (NaN is NaN: its payload is not promised).
+
+All tensors are contiguous CPU tensors, taken as flat arrays; those of one call have the same number of elements and share no memory.
+Every function takes `pool` (a Pool; None: one shared pool of all cores, started when it is first needed) and `isa` (a name of
+available_isas(); None: the value of ZINF_ISA, else the best). TypeError (wrong kind or dtype) and ValueError (wrong size, layout, device
+or value) name the argument. Calls release the GIL and may come from several threads at once, also with one pool; tensors that are
+passed must not be freed, resized or written by others until the call returns. Fewer than 65,536 elements are done on the calling thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from zinf import _ops
+from zinf.ops import reference
+
+__all__ = ["Pool", "accumulate", "adam", "available_isas", "cast", "default_isa", "default_pool", "join", "split", "sum_squares"]
+
+_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the numbers of csrc/ops/dispatch.h
+_FLOATS = tuple(_CODES)
+_BF16, _FP32, _INT16 = (torch.bfloat16,), (torch.float32,), (torch.int16,)
+# The planes of state beside each dtype of weights, in order.
+_MOMENTS = (("state: m", _FP32), ("state: v", _FP32))
+_STATES: dict[torch.dtype, tuple[tuple[str, tuple[torch.dtype, ...]], ...]] = {
+    torch.bfloat16: (("state: lo", _INT16), *_MOMENTS),
+    torch.float16: (("state: master", _FP32), *_MOMENTS),
+    torch.float32: _MOMENTS,
+}
+
+
+class Pool:
+    """Threads that share the work of the kernels with the thread that calls them.
+
+    threads: how many work on a call, the caller among them, so threads - 1 are started, named zinf-cpu-1, zinf-cpu-2, ...; None: as many as the
+    cores this process may run on. 1: the caller does everything. affinity: thread k is bound to cpu affinity[k % len(affinity)]; the caller is not
+    bound. Several threads may use one pool at once; they share its workers. A forked child has no workers and computes on the caller.
+
+    Raises ValueError for fewer than 1 thread or a cpu that does not exist, and on use after close().
+    """
+
+    def __init__(self, threads: int | None = None, *, affinity: Sequence[int] | None = None) -> None:
+        self.threads = len(os.sched_getaffinity(0)) if threads is None else threads
+        self._native: _ops.Pool | None = _ops.Pool(self.threads, list(affinity or ()))
+
+    def close(self) -> None:
+        """Joins the threads. Idempotent. A call in progress is completed by its caller."""
+        native, self._native = self._native, None
+        if native is not None:
+            native.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+_default: Pool | None = None
+_default_lock = threading.Lock()
+
+
+def default_pool() -> Pool:
+    """The shared pool that `pool=None` means: all cores, started now if it was not, joined when the interpreter exits."""
+    global _default
+    with _default_lock:
+        if _default is None or _default._native is None:
+            _default = Pool()
+        return _default
+
+
+def _close_default() -> None:
+    if _default is not None:
+        _default.close()
+
+
+def _forget_default() -> None:
+    """In a forked child the shared pool has no threads: the next call makes another."""
+    global _default, _default_lock
+    _default, _default_lock = None, threading.Lock()
+
+
+atexit.register(_close_default)
+os.register_at_fork(after_in_child=_forget_default)
+
+
+def available_isas() -> list[str]:
+    """The instruction sets this machine runs, from plain to best: "baseline", "avx2", "avx512"."""
+    return _ops.available_isas()
+
+
+@functools.cache
+def default_isa() -> str:
+    """What ZINF_ISA says (read once), else the best. Raises ValueError if this machine cannot run it."""
+    names = _ops.available_isas()
+    forced = os.environ.get("ZINF_ISA")
+    if forced and forced not in names:
+        raise ValueError(f"ZINF_ISA: this machine cannot run '{forced}', it runs {', '.join(names)}")
+    return forced or names[-1]
+
+
+def _address(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], n: int = -1) -> int:
+    """The address of a tensor that is what every kernel needs; n < 0: of any size."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}, got {str(x.dtype).removeprefix('torch.')}")
+    if not x.is_cpu:
+        raise ValueError(f"{name}: expected a CPU tensor, got one on {x.device}")
+    if x.layout is not torch.strided or not x.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got shape {tuple(x.shape)} with layout {x.layout} that is not")
+    if 0 <= n != x.numel():
+        raise ValueError(f"{name}: expected {n} elements, as many as the others have, got {x.numel()}")
+    return x.data_ptr()
+
+
+def _disjoint(n: int, *arrays: tuple[int, int, str]) -> None:
+    """Arrays of n elements as (address, bytes an element, name): none may share memory with another."""
+    ordered = sorted(arrays)
+    for (address, size, name), (after, _, other) in itertools.pairwise(ordered):
+        if address + n * size > after:
+            raise ValueError(f"{name}: shares memory with {other}")
+
+
+def _workers(pool: Pool | None, n: int) -> _ops.Pool | None:
+    """The native pool for n elements; None: the calling thread alone."""
+    if pool is None:
+        return None if n <= _ops.PIECE else default_pool()._native
+    if pool._native is None:
+        raise ValueError("pool: it is closed")
+    return pool._native
+
+
+def adam(
+    weights: Tensor,
+    state: tuple[Tensor, ...],
+    grads: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    decoupled: bool = True,
+    pool: Pool | None = None,
+    isa: str | None = None,
+) -> None:
+    """One step of AdamW (decoupled) or of Adam with L2 regularisation, in place, in fp32 arithmetic.
+
+        g = grads * grad_scale
+        p = p * (1 - lr * weight_decay)         if decoupled, else g = g + weight_decay * p
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        p = p - lr / (1 - beta1^step) * (m / (sqrt(v) / sqrt(1 - beta2^step) + eps))
+
+    weights: (n,) bf16, fp16 or fp32. state, by the dtype of weights:
+        bf16: (lo int16, m fp32, v fp32); p is the fp32 master split losslessly into weights and lo, see `split`
+        fp16: (master fp32, m fp32, v fp32); p is the master, weights become its rounding
+        fp32: (m fp32, v fp32); p is weights
+    grads: (n,) bf16, fp16 or fp32; only read. step: from 1. grad_scale: unscaling and clipping in one factor.
+
+    Kingma and Ba 2015 (algorithm 1), Loshchilov and Hutter 2019 (algorithm 2); eps stands where torch.optim has it.
+    """
+    at_weights = _address("weights", weights, _FLOATS)
+    n = weights.numel()
+    at_grads = _address("grads", grads, _FLOATS, n)
+    planes = _STATES[weights.dtype]
+    if len(state) != len(planes):
+        names = ", ".join(name.removeprefix("state: ") for name, _ in planes)
+        raise ValueError(f"state: expected ({names}) beside {weights.dtype} weights, got {len(state)} tensors")
+    places = [(_address(name, x, dtypes, n), x.itemsize, name) for x, (name, dtypes) in zip(state, planes, strict=True)]
+    if step < 1:
+        raise ValueError(f"step: expected at least 1, got {step}")
+    _disjoint(n, (at_weights, weights.itemsize, "weights"), (at_grads, grads.itemsize, "grads"), *places)
+    decoupled = decoupled or weight_decay == 0.0
+    scalars = reference.scalars(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, decoupled=decoupled)
+    rest = places[0][0] if len(places) == 3 else 0
+    _ops.adam(
+        isa or default_isa(),
+        _workers(pool, n),
+        n,
+        _CODES[weights.dtype],
+        _CODES[grads.dtype],
+        decoupled,
+        at_weights,
+        rest,
+        places[-2][0],
+        places[-1][0],
+        at_grads,
+        scalars,
+    )
+
+
+def sum_squares(grads: Tensor, initial: float = 0.0, *, pool: Pool | None = None, isa: str | None = None) -> float:
+    """`initial` plus the sum of the squares of grads (bf16, fp16 or fp32), in double.
+
+    Pieces of 2048 elements are summed in a fixed order, and added to `initial` one after the other: cutting a tensor at multiples of 2048
+    and passing each result on as `initial` gives the same bits as one call. Finite exactly if initial and all elements are.
+    """
+    address = _address("grads", grads, _FLOATS)
+    n = grads.numel()
+    return _ops.sum_squares(isa or default_isa(), _workers(pool, n), n, _CODES[grads.dtype], address, initial)
+
+
+def split(src: Tensor, hi: Tensor, lo: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
+    """fp32 src into bf16 hi and int16 lo, losslessly: of its bits, hi = (bits + 0x8000) >> 16 and lo = bits - (hi << 16), modulo 2^32.
+
+    hi is src rounded to nearest, ties away from zero; so infinite for infinities and for what is beyond the largest bf16 plus half its ulp.
+    join gives back the bits of src, whatever they are, except that any NaN becomes the canonical one (hi = 0x7FC0, lo = 0).
+    """
+    n = src.numel() if isinstance(src, Tensor) else -1
+    at_src, at_hi, at_lo = _address("src", src, _FP32, n), _address("hi", hi, _BF16, n), _address("lo", lo, _INT16, n)
+    _disjoint(n, (at_src, 4, "src"), (at_hi, 2, "hi"), (at_lo, 2, "lo"))
+    _ops.split(isa or default_isa(), _workers(pool, n), n, at_src, at_hi, at_lo)
+
+
+def join(hi: Tensor, lo: Tensor, dst: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
+    """The fp32 master whose halves are bf16 hi and int16 lo: the inverse of `split`."""
+    n = hi.numel() if isinstance(hi, Tensor) else -1
+    at_hi, at_lo, at_dst = _address("hi", hi, _BF16, n), _address("lo", lo, _INT16, n), _address("dst", dst, _FP32, n)
+    _disjoint(n, (at_hi, 2, "hi"), (at_lo, 2, "lo"), (at_dst, 4, "dst"))
+    _ops.join(isa or default_isa(), _workers(pool, n), n, at_hi, at_lo, at_dst)
+
+
+def cast(src: Tensor, dst: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
+    """dst = src, between bf16, fp16 and fp32: rounded to nearest even, as torch does; NaN stays NaN."""
+    at_src = _address("src", src, _FLOATS)
+    n = src.numel()
+    at_dst = _address("dst", dst, _FLOATS, n)
+    _disjoint(n, (at_src, src.itemsize, "src"), (at_dst, dst.itemsize, "dst"))
+    _ops.cast(isa or default_isa(), _workers(pool, n), n, _CODES[src.dtype], _CODES[dst.dtype], at_src, at_dst)
+
+
+def accumulate(dst: Tensor, src: Tensor, *, scale: float = 1.0, pool: Pool | None = None, isa: str | None = None) -> None:
+    """dst = dst + src * scale in place, each bf16, fp16 or fp32: computed in fp32 and rounded once to dst's dtype, to nearest even."""
+    at_dst = _address("dst", dst, _FLOATS)
+    n = dst.numel()
+    at_src = _address("src", src, _FLOATS, n)
+    _disjoint(n, (at_src, src.itemsize, "src"), (at_dst, dst.itemsize, "dst"))
+    _ops.accumulate(isa or default_isa(), _workers(pool, n), n, _CODES[dst.dtype], _CODES[src.dtype], at_dst, at_src, scale)
