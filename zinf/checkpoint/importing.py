@@ -7,12 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-from zinf import layout
+from zinf import layout, ops
 from zinf.checkpoint.sources import Reader, Source, check
-from zinf.checkpoint.split import split
-from zinf.checkpoint.staging import SLOTS, Progress, Slot, Stream, Transfer, Workers, cut, make_slots, segments, slot_nbytes, stage_views
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
+from zinf.checkpoint.staging import DTYPES, SLOTS, Progress, Slot, Stream, Transfer, Workers, cast, cut, make_slots, segments, slot_nbytes, stage_views
 
 
 def import_nbytes(model: layout.Model) -> int:
@@ -123,17 +120,18 @@ def _piece(stage: torch.Tensor, run: layout.Run, reader: Reader, start: int, wei
         else:
             raw, _ = stage_views(stage, reader.dtype, weights.numel())
             reader.read(start, raw)
-            weights.copy_(raw)
+            cast(raw, weights)
         if kept is not None:
             kept.zero_()
         return False
     raw, fp32 = stage_views(stage, reader.dtype, weights.numel())
     reader.read(start, raw)
     if run.dtype == "fp16":
-        kept.copy_(raw)
-        weights.copy_(kept)
+        cast(raw, kept)
+        ops.cast(kept, weights)
         return True
     if raw.dtype != torch.float32:
-        raw = fp32.copy_(raw)
-    split(raw, weights, kept)
+        cast(raw, fp32)
+        raw = fp32
+    ops.split(raw, weights, kept)
     return bool(kept.any())

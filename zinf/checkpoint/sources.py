@@ -26,6 +26,11 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # what c
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
+CONVERT = (  # with the folder
+    'convert them once: python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained('{}', dtype='auto').save_pretrained('NEW_FOLDER')\""
+)
+
 
 class Reader(Protocol):
     """One parameter of a source."""
@@ -180,8 +185,7 @@ def _files(where: str) -> tuple[list[str], dict[str, str]]:
             raise CheckpointError(f"{where} is not a folder")
         pickled = sorted(f for f in os.listdir(where) if re.fullmatch(r"(pytorch_model|model|consolidated).*\.(bin|pt|pth|ckpt)(\.index\.json)?", f))
         if pickled:
-            convert = f"""python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('{where}', dtype='auto').save_pretrained('NEW_FOLDER')\""""
-            raise CheckpointError(f"{where} has pickled weights ({pickled[0]}), which zinf does not open; convert them once: {convert}")
+            raise CheckpointError(f"{where} has pickled weights ({pickled[0]}), which zinf does not open; {CONVERT.format(where)}")
         raise CheckpointError(f"{where} has neither {SINGLE} nor {INDEX}")
     try:
         with open(index, encoding="utf-8") as f:
@@ -199,7 +203,7 @@ def _files(where: str) -> tuple[list[str], dict[str, str]]:
 
 def pread(fd: int, path: str, offset: int, out: torch.Tensor) -> None:
     """Fill `out` (1-D, contiguous) from byte `offset` of a file, and let the page cache drop what was read."""
-    view = memoryview(out.view(torch.uint8).numpy())
+    view = out.view(torch.uint8).numpy().data
     done, length = 0, len(view)
     while done < length:
         n = os.preadv(fd, [view[done:]], offset + done)

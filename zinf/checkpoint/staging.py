@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import concurrent.futures
+import contextlib
 import dataclasses
 import mmap
 import os
@@ -18,11 +19,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from zinf import layout
+from zinf import layout, ops
 
 SLOTS = 3  # chunks in flight: two in the first stage, one in the second
 TRANSFER = 4 << 20  # bytes of one read or write of a checkpoint file
 STAGE = 3 * TRANSFER  # bytes of a worker's stage: raw elements (8 bytes at most), and the same elements as fp32 (twice a transfer of bf16)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}  # of planes
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 Item = tuple[layout.Key, torch.Tensor]
@@ -77,7 +79,7 @@ def segments(run: layout.Run, chunk: layout.Chunk) -> list[Segment]:
 
 def pages(nbytes: int) -> torch.Tensor:
     """`nbytes` of page-aligned memory as a uint8 tensor; touched pages count, and all go when the tensor does."""
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)[:nbytes]
 
 
 @dataclasses.dataclass
@@ -140,6 +142,14 @@ def stage_views(stage: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[to
     return raw, stage[TRANSFER : TRANSFER + 4 * count].view(torch.float32)
 
 
+def cast(src: torch.Tensor, dst: torch.Tensor) -> None:
+    """dst = src, rounded to nearest even."""
+    if src.dtype == torch.float64:
+        dst.copy_(src)
+    else:
+        ops.cast(src, dst)
+
+
 def cut(count: int, itemsize: int) -> Iterator[tuple[int, int]]:
     """(start, length) of the transfers of `count` elements."""
     step = TRANSFER // itemsize
@@ -200,10 +210,8 @@ class Stream(Generic[Job]):
         for _, _, pending in [*self._first, *self._second]:
             for p in pending:
                 if not (isinstance(p, concurrent.futures.Future) and p.cancel()):
-                    try:
+                    with contextlib.suppress(Exception):  # the first error is on its way already
                         _wait([p])
-                    except Exception:  # noqa: BLE001, S110 - the first error is on its way already
-                        pass
 
 
 def _wait(pending: Pending) -> None:
