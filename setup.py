@@ -3,8 +3,9 @@
 zinf._aio  the I/O engine; with liburing where its header is found, else with the thread backend alone (`zinf env` says so)
 zinf._ops  the CPU kernels; every instruction set from one plain body, chosen at run time, so no -march flag
 
-No torch headers, no nvcc, nothing is downloaded. Switches: ZINF_NO_LIBURING=1 builds without liburing,
-ZINF_SANITIZE=address|thread|undefined builds for a sanitizer, CXX chooses the compiler.
+No torch headers, no nvcc, nothing is downloaded. Switches: ZINF_NO_LIBURING=1 builds without liburing, ZINF_NO_NATIVE=1 builds
+nothing (tools/setup does that in a step of its own), ZINF_SANITIZE=address|thread|undefined builds for a sanitizer, CXX chooses
+the compiler.
 """
 
 import os
@@ -37,15 +38,14 @@ def extension(name: str, folder: str, **kw) -> Pybind11Extension:
     return Pybind11Extension(name, sources, depends=headers, include_dirs=["csrc"], cxx_std=20, extra_compile_args=FLAGS + san, extra_link_args=["-pthread", *san], **kw)
 
 
-uring = has_liburing()
-if not uring:
+native = not os.environ.get("ZINF_NO_NATIVE")
+uring = native and has_liburing()
+if native and not uring:
     print("zinf: liburing not found, building with the thread backend alone (Debian, Ubuntu: apt install liburing-dev)")
 
 ParallelCompile("ZINF_BUILD_JOBS", default=os.cpu_count() or 1).install()
-setup(
-    ext_modules=[
-        extension("zinf._aio", "aio", define_macros=[("ZINF_HAVE_LIBURING", "1")] if uring else [], libraries=["uring"] if uring else []),
-        extension("zinf._ops", "ops"),
-    ],
-    cmdclass={"build_ext": build_ext},
-)
+extensions = [
+    extension("zinf._aio", "aio", define_macros=[("ZINF_HAVE_LIBURING", "1")] if uring else [], libraries=["uring"] if uring else []),
+    extension("zinf._ops", "ops"),
+]
+setup(ext_modules=extensions if native else [], cmdclass={"build_ext": build_ext})

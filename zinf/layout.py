@@ -130,10 +130,8 @@ class Run:
 
     def chunks(self, size: int) -> list[Chunk]:
         """The run cut into chunks of `size` elements (a multiple of PIECE); the last one may be shorter."""
-        return [
-            Chunk(i, start, min(size, self.padded - start), min(size, self.numel - start))
-            for i, start in enumerate(range(0, self.padded, size))
-        ]
+        numel, padded = self.numel, self.padded
+        return [Chunk(i, start, min(size, padded - start), min(size, numel - start)) for i, start in enumerate(range(0, padded, size))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,6 +296,6 @@ def place(model: Model, shares: Sequence[float] = (1.0,), versions: int = 2) -> 
     places: dict[Key, tuple[Place, ...]] = {}
     for key, p in first.items():
         copies = 1 if p.file == "frozen" else versions
-        places[key] = tuple(dataclasses.replace(p, offset=p.offset + v * ends[p.path][p.file]) for v in range(copies))
+        places[key] = tuple(Place(p.path, p.file, p.offset + v * ends[p.path][p.file], p.length) for v in range(copies))
     sizes = tuple({file: end * (1 if file == "frozen" else versions) for file, end in e.items()} for e in ends)
     return Placement(places, sizes)

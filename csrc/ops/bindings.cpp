@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,22 @@ Dtype dtype(int code) {
     return static_cast<Dtype>(code);
 }
 
+std::size_t itemsize(Dtype d) { return d == FP32 ? 4 : 2; }
+
+struct Array {
+    const char* name;
+    Address address;
+    std::size_t itemsize;
+};
+
+// Arrays of n elements: none may share memory with another.
+void check_disjoint(std::size_t n, std::initializer_list<Array> arrays) {
+    for (const Array& a : arrays)
+        for (const Array& b : arrays)
+            ZINF_CHECK(&a == &b || a.address >= b.address + n * b.itemsize || b.address >= a.address + n * a.itemsize,
+                       std::string(a.name) + ": shares memory with " + b.name);
+}
+
 // f(begin, end) over the pieces of [0, n), on the pool or (null) on the caller.
 template <class F> void for_ranges(Pool* pool, std::size_t n, std::size_t piece, F f) {
     auto body = [&](std::size_t k) noexcept {
@@ -40,7 +57,10 @@ template <class F> void for_ranges(Pool* pool, std::size_t n, std::size_t piece,
 
 void adam(const std::string& isa, Pool* pool, std::size_t n, int weights_dtype, int grads_dtype, bool decoupled, Address weights, Address rest, Address m,
           Address v, Address grads, const std::vector<double>& scalars) {
-    const AdamFn kernel = kernels_of(isa).adam[dtype(weights_dtype)][dtype(grads_dtype)][decoupled];
+    const Dtype w = dtype(weights_dtype), g = dtype(grads_dtype);
+    const AdamFn kernel = kernels_of(isa).adam[w][g][decoupled];
+    const Array beside = w == FP32 ? Array{"weights", weights, 0} : w == BF16 ? Array{"state: lo", rest, 2} : Array{"state: master", rest, 4};
+    check_disjoint(n, {{"weights", weights, itemsize(w)}, beside, {"state: m", m, 4}, {"state: v", v, 4}, {"grads", grads, itemsize(g)}});
     ZINF_CHECK(scalars.size() == 9, "adam: expected 9 scalars");
     float s[9];  // rounded once, to nearest
     for (int k = 0; k < 9; ++k) s[k] = static_cast<float>(scalars[static_cast<std::size_t>(k)]);
@@ -57,23 +77,29 @@ double sum_squares(const std::string& isa, Pool* pool, std::size_t n, int x_dtyp
 }
 
 void cast(const std::string& isa, Pool* pool, std::size_t n, int src_dtype, int dst_dtype, Address src, Address dst) {
-    const CastFn kernel = kernels_of(isa).cast[dtype(src_dtype)][dtype(dst_dtype)];
+    const Dtype s = dtype(src_dtype), d = dtype(dst_dtype);
+    const CastFn kernel = kernels_of(isa).cast[s][d];
+    check_disjoint(n, {{"dst", dst, itemsize(d)}, {"src", src, itemsize(s)}});
     for_ranges(pool, n, PIECE, [&](std::size_t begin, std::size_t end) { kernel(at<void>(src), at<void>(dst), begin, end); });
 }
 
 void accumulate(const std::string& isa, Pool* pool, std::size_t n, int dst_dtype, int src_dtype, Address dst, Address src, double scale) {
-    const AccumulateFn kernel = kernels_of(isa).accumulate[dtype(dst_dtype)][dtype(src_dtype)];
+    const Dtype d = dtype(dst_dtype), s = dtype(src_dtype);
+    const AccumulateFn kernel = kernels_of(isa).accumulate[d][s];
+    check_disjoint(n, {{"dst", dst, itemsize(d)}, {"src", src, itemsize(s)}});
     const float factor = static_cast<float>(scale);
     for_ranges(pool, n, PIECE, [&](std::size_t begin, std::size_t end) { kernel(at<void>(dst), at<void>(src), factor, begin, end); });
 }
 
 void split(const std::string& isa, Pool* pool, std::size_t n, Address src, Address hi, Address lo) {
     const SplitFn kernel = kernels_of(isa).split;
+    check_disjoint(n, {{"src", src, 4}, {"hi", hi, 2}, {"lo", lo, 2}});
     for_ranges(pool, n, PIECE, [&](std::size_t begin, std::size_t end) { kernel(at<float>(src), at<std::uint16_t>(hi), at<std::int16_t>(lo), begin, end); });
 }
 
 void join(const std::string& isa, Pool* pool, std::size_t n, Address hi, Address lo, Address dst) {
     const JoinFn kernel = kernels_of(isa).join;
+    check_disjoint(n, {{"dst", dst, 4}, {"hi", hi, 2}, {"lo", lo, 2}});
     for_ranges(pool, n, PIECE, [&](std::size_t begin, std::size_t end) { kernel(at<std::uint16_t>(hi), at<std::int16_t>(lo), at<float>(dst), begin, end); });
 }
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import os
 import threading
 from collections.abc import Sequence
@@ -110,27 +109,24 @@ def default_isa() -> str:
     return forced or names[-1]
 
 
-def _address(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], n: int = -1) -> int:
-    """The address of a tensor that is what every kernel needs; n < 0: of any size."""
+def _address(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], n: int | None = None) -> int:
+    """The address of a tensor that is what every kernel needs, with n elements if n is given. That arrays share no memory is checked in C++."""
+    if isinstance(x, Tensor) and x.dtype in dtypes and x.is_cpu and x.layout is torch.strided and x.is_contiguous() and (n is None or x.numel() == n):
+        return x.data_ptr()
+    raise _complaint(name, x, dtypes, n)
+
+
+def _complaint(name: str, x: object, dtypes: tuple[torch.dtype, ...], n: int | None) -> Exception:
+    """What is wrong with an argument."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        return TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}, got {str(x.dtype).removeprefix('torch.')}")
+        return TypeError(f"{name}: expected dtype {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}, got {str(x.dtype).removeprefix('torch.')}")
     if not x.is_cpu:
-        raise ValueError(f"{name}: expected a CPU tensor, got one on {x.device}")
+        return ValueError(f"{name}: expected a CPU tensor, got one on {x.device}")
     if x.layout is not torch.strided or not x.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor, got shape {tuple(x.shape)} with layout {x.layout} that is not")
-    if 0 <= n != x.numel():
-        raise ValueError(f"{name}: expected {n} elements, as many as the others have, got {x.numel()}")
-    return x.data_ptr()
-
-
-def _disjoint(n: int, *arrays: tuple[int, int, str]) -> None:
-    """Arrays of n elements as (address, bytes an element, name): none may share memory with another."""
-    ordered = sorted(arrays)
-    for (address, size, name), (after, _, other) in itertools.pairwise(ordered):
-        if address + n * size > after:
-            raise ValueError(f"{name}: shares memory with {other}")
+        return ValueError(f"{name}: expected a contiguous tensor, got shape {tuple(x.shape)}, layout {x.layout}, not contiguous")
+    return ValueError(f"{name}: expected {n} elements, as many as the others have, got {x.numel()}")
 
 
 def _workers(pool: Pool | None, n: int) -> _ops.Pool | None:
@@ -181,27 +177,12 @@ def adam(
     if len(state) != len(planes):
         names = ", ".join(name.removeprefix("state: ") for name, _ in planes)
         raise ValueError(f"state: expected ({names}) beside {weights.dtype} weights, got {len(state)} tensors")
-    places = [(_address(name, x, dtypes, n), x.itemsize, name) for x, (name, dtypes) in zip(state, planes, strict=True)]
-    if step < 1:
-        raise ValueError(f"step: expected at least 1, got {step}")
-    _disjoint(n, (at_weights, weights.itemsize, "weights"), (at_grads, grads.itemsize, "grads"), *places)
+    places = [_address(name, x, dtypes, n) for x, (name, dtypes) in zip(state, planes, strict=True)]
     decoupled = decoupled or weight_decay == 0.0
     scalars = reference.scalars(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, decoupled=decoupled)
-    rest = places[0][0] if len(places) == 3 else 0
-    _ops.adam(
-        isa or default_isa(),
-        _workers(pool, n),
-        n,
-        _CODES[weights.dtype],
-        _CODES[grads.dtype],
-        decoupled,
-        at_weights,
-        rest,
-        places[-2][0],
-        places[-1][0],
-        at_grads,
-        scalars,
-    )
+    *rest, m, v = places
+    codes = _CODES[weights.dtype], _CODES[grads.dtype]
+    _ops.adam(isa or default_isa(), _workers(pool, n), n, *codes, decoupled, at_weights, rest[0] if rest else 0, m, v, at_grads, scalars)
 
 
 def sum_squares(grads: Tensor, initial: float = 0.0, *, pool: Pool | None = None, isa: str | None = None) -> float:
@@ -221,17 +202,17 @@ def split(src: Tensor, hi: Tensor, lo: Tensor, *, pool: Pool | None = None, isa:
     hi is src rounded to nearest, ties away from zero; so infinite for infinities and for what is beyond the largest bf16 plus half its ulp.
     join gives back the bits of src, whatever they are, except that any NaN becomes the canonical one (hi = 0x7FC0, lo = 0).
     """
-    n = src.numel() if isinstance(src, Tensor) else -1
-    at_src, at_hi, at_lo = _address("src", src, _FP32, n), _address("hi", hi, _BF16, n), _address("lo", lo, _INT16, n)
-    _disjoint(n, (at_src, 4, "src"), (at_hi, 2, "hi"), (at_lo, 2, "lo"))
+    at_src = _address("src", src, _FP32)
+    n = src.numel()
+    at_hi, at_lo = _address("hi", hi, _BF16, n), _address("lo", lo, _INT16, n)
     _ops.split(isa or default_isa(), _workers(pool, n), n, at_src, at_hi, at_lo)
 
 
 def join(hi: Tensor, lo: Tensor, dst: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
     """The fp32 master whose halves are bf16 hi and int16 lo: the inverse of `split`."""
-    n = hi.numel() if isinstance(hi, Tensor) else -1
-    at_hi, at_lo, at_dst = _address("hi", hi, _BF16, n), _address("lo", lo, _INT16, n), _address("dst", dst, _FP32, n)
-    _disjoint(n, (at_hi, 2, "hi"), (at_lo, 2, "lo"), (at_dst, 4, "dst"))
+    at_hi = _address("hi", hi, _BF16)
+    n = hi.numel()
+    at_lo, at_dst = _address("lo", lo, _INT16, n), _address("dst", dst, _FP32, n)
     _ops.join(isa or default_isa(), _workers(pool, n), n, at_hi, at_lo, at_dst)
 
 
@@ -240,7 +221,6 @@ def cast(src: Tensor, dst: Tensor, *, pool: Pool | None = None, isa: str | None 
     at_src = _address("src", src, _FLOATS)
     n = src.numel()
     at_dst = _address("dst", dst, _FLOATS, n)
-    _disjoint(n, (at_src, src.itemsize, "src"), (at_dst, dst.itemsize, "dst"))
     _ops.cast(isa or default_isa(), _workers(pool, n), n, _CODES[src.dtype], _CODES[dst.dtype], at_src, at_dst)
 
 
@@ -249,5 +229,4 @@ def accumulate(dst: Tensor, src: Tensor, *, scale: float = 1.0, pool: Pool | Non
     at_dst = _address("dst", dst, _FLOATS)
     n = dst.numel()
     at_src = _address("src", src, _FLOATS, n)
-    _disjoint(n, (at_src, src.itemsize, "src"), (at_dst, dst.itemsize, "dst"))
     _ops.accumulate(isa or default_isa(), _workers(pool, n), n, _CODES[dst.dtype], _CODES[src.dtype], at_dst, at_src, scale)

@@ -34,7 +34,11 @@ class Scalars(NamedTuple):
 
 
 def scalars(*, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, grad_scale: float, decoupled: bool) -> Scalars:
-    """The constants of step `step` (from 1); see `adam` for where each one goes."""
+    """The constants of step `step` (from 1); see `adam` for where each one goes. Raises ValueError where none are defined."""
+    if step < 1:
+        raise ValueError(f"step: expected at least 1, got {step}")
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        raise ValueError(f"beta1, beta2: expected at least 0 and less than 1, got {beta1} and {beta2}")
     return Scalars(
         scale=grad_scale,
         decay=1.0 - lr * weight_decay if decoupled else weight_decay,

@@ -1,0 +1,34 @@
+# make            set up everything that is missing: system packages (as root), .venv, Python packages, native code
+# make demo       then fine-tune a real model from NVMe          (ARGS="steps=20" and the like are passed on)
+# make test       then run the whole test suite                  (ARGS="-k data -x" and the like are passed on)
+# make lint       ruff and mypy
+# make sanitize   the tests of the native code under AddressSanitizer and UBSan
+# make clean      remove what was built; make distclean: .venv and ./work too
+
+PYTHON ?= python3
+BIN := .venv/bin
+export PYTHON
+
+.PHONY: setup demo test lint sanitize clean distclean
+setup:
+	@tools/setup
+
+demo: setup
+	@$(BIN)/zinf demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+sanitize: setup
+	@tools/sanitize $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info zinf/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find zinf tests -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv work

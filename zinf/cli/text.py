@@ -1,0 +1,42 @@
+"""What commands print, beside errors: headings, columns, numbers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def colour() -> bool:
+    """May we use bold and colours? On a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def heading(text: str) -> None:
+    """A line that begins a part of the output."""
+    print(f"\n\033[1m{text}\033[0m" if colour() else f"\n{text}", flush=True)
+
+
+def rows(pairs: Sequence[tuple[str, object]], indent: str = "  ") -> None:
+    """Names and values in two columns; a value of several lines stays in its column."""
+    width = max((len(name) for name, _ in pairs), default=0)
+    for name, value in pairs:
+        first, *more = str(value).split("\n")
+        print(f"{indent}{name:<{width}}  {first}")
+        for line in more:
+            print(f"{indent}{'':<{width}}  {line}")
+    sys.stdout.flush()
+
+
+def table(header: Sequence[str], body: Sequence[Sequence[str]], indent: str = "  ") -> None:
+    """A table, the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in [header, *body]) for i in range(len(header))]
+    for row in [header, *body]:
+        cells = [f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        print(f"{indent}{'  '.join(cells)}".rstrip())
+    sys.stdout.flush()
+
+
+def seconds(s: float) -> str:
+    """0.42 s, 12.3 s, 4 min 05 s."""
+    return f"{s:.2f} s" if s < 10 else f"{s:.1f} s" if s < 100 else f"{int(s) // 60} min {int(s) % 60:02d} s"

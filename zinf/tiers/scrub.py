@@ -1,0 +1,64 @@
+"""Reading many chunks back and comparing their checksums, through a small ring of buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from zinf import layout
+from zinf.tiers.chunk import Entry, Ticket, mismatch
+from zinf.tiers.host import Arena
+
+if TYPE_CHECKING:
+    from zinf import aio
+
+PIECE = 4 << 20  # bytes of one read
+DEPTH = 8  # reads in flight
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+def compare(io: aio.IoEngine, model: layout.Model, wanted: Sequence[tuple[Entry, int, int]], progress: Progress | None = None) -> None:
+    """Compare each (entry, version, checksum) with what is on disk. Memory: DEPTH x PIECE bytes, whatever the chunks.
+
+    Raises:
+        IntegrityError: the first chunk that differs.
+        OSError: a read failed.
+    """
+    pieces = [(entry, version, expected, at) for entry, version, expected in wanted for at in range(0, entry.length, PIECE)]
+    if not pieces:
+        return
+    total, done = sum(entry.length for entry, _, _ in wanted), 0
+    depth = min(DEPTH, len(pieces))
+    size = min(PIECE, max(entry.length for entry, _, _ in wanted))
+    flight: list[Ticket] = []  # one for each piece started so far; piece i reads into ring[i % depth]
+    with Arena(depth * layout.round_up(size, layout.PAGE), io) as arena:
+        ring = [arena.carve(size, "verify") for _ in range(depth)]
+
+        def start(i: int) -> None:
+            entry, version, _, at = pieces[i]
+            op = ("r", entry.file, entry.offsets[version] + at, ring[i % depth].data_ptr(), min(size, entry.length - at))
+            flight.append(Ticket(model, entry, version, io.submit([op], ring[i % depth])[0]))
+
+        try:
+            for i in range(depth):
+                start(i)
+            hasher = xxhash.xxh3_64()
+            for i, (entry, version, expected, at) in enumerate(pieces):
+                flight[i].wait()
+                length = min(size, entry.length - at)
+                hasher.update(ring[i % depth][:length].numpy().data)
+                if i + depth < len(pieces):
+                    start(i + depth)
+                if at + length == entry.length:
+                    if hasher.intdigest() != expected:
+                        raise mismatch(model, entry, version, hasher.intdigest(), expected)
+                    hasher.reset()
+                    done += length + at
+                    if progress:
+                        progress(done, total)
+        finally:
+            for ticket in flight:
+                ticket.error()  # the ring is given back only when nothing is on its way into it

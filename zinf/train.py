@@ -1,0 +1,330 @@
+"""The training loop of `zinf train`: from a YAML file to a trained model, and on from the last commit after whatever stopped it.
+
+What a run is at step n follows from its file, its data and the store's last commit alone: the learning rate is a pure function of
+the step, the order of the rows one of (seed, epoch), and the position travels in the commit beside the weights. So a run that was
+killed goes on with the same bits as one that was not.
+
+The loop says what happens through a `Watch`; it prints nothing itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol
+
+from zinf.config import Config, build, convert_fields, expand_path, option, read_file, require
+from zinf.data import IGNORE, DataConfig, Loader, Rows, find_files, tokenise
+from zinf.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The `schedule` section: the factor on the learning rate."""
+
+    kind: Literal["cosine", "linear", "constant"] = option("cosine", "how the learning rate falls after the warmup")
+    warmup_steps: int = option(0, "steps in which it rises to lr, in a straight line")
+    final: float = option(0.0, "the fraction of lr at the last step")
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "zero or more")
+        require(0 <= self.final <= 1, "final", self.final, "a fraction from 0 to 1")
+
+    def factor(self, step: int, steps: int) -> float:
+        """For step 0, 1, ... of `steps`. Warmup ends, and decay begins, at factor 1."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        done = min(1.0, (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps))
+        if self.kind == "cosine":
+            return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
+        return 1.0 if self.kind == "constant" else self.final + (1 - self.final) * (1 - done)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training file. Paths may hold ~ and $VARIABLES; $ZINF_CACHE is zinf's cache folder."""
+
+    model: str = dataclasses.field(metadata={"help": "folder of a Hugging Face model, or its name on the hub"})
+    data: DataConfig = dataclasses.field(metadata={"help": "section: what to learn from"})
+    engine: Config = dataclasses.field(default_factory=Config, metadata={"help": "section: everything the engine can be told"})
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig, metadata={"help": "section: the learning rate over time"})
+    output: str | None = option(None, "folder for the trained model, a normal Hugging Face folder; none: keep it in the store only")
+    dtype: Literal["bf16", "fp16", "fp32"] = option("bf16", "dtype of the weights (an fp32 master is always kept)")
+    steps: int | None = option(None, "optimizer steps; default: as many as `epochs` has")
+    epochs: float = option(1.0, "times through the data, where `steps` is not given")
+    batch_size: int = option(1, "rows of a forward and backward")
+    eval_rows: int = option(16, "rows to measure the held-out loss on, evenly spaced over the eval files")
+    eval_every: int | None = option(None, "steps between two measurements; default: only before and after")
+    seed: int = option(0, "of everything random but the order of the data (that is data.seed)")
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        for key in ("steps", "epochs", "batch_size", "eval_rows", "eval_every"):
+            value = getattr(self, key)
+            require(value is None or value > 0, key, value, "a positive number")
+        object.__setattr__(self, "model", _model_folder(self.model))
+        if self.output is not None:
+            object.__setattr__(self, "output", expand_path(self.output))
+        paths = tuple(expand_path(p) for p in self.engine.nvme_path)
+        object.__setattr__(self, "engine", dataclasses.replace(self.engine, nvme_path=paths))
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str], overrides: list[str] | tuple[str, ...] = (), engine: dict[str, Any] | None = None) -> TrainConfig:
+        """From a YAML or JSON file; `overrides` are "key=value" with dots for sections; `engine` adds to the engine section.
+
+        ZINF_* variables stand between the file and the overrides.
+        """
+        from zinf.config import from_env
+
+        values = read_file(file)
+        section = values["engine"] = dict(values.get("engine") or {})
+        section.update(from_env(Config, os.environ))
+        section.update(engine or {})
+        for text in overrides:
+            key, equals, value = text.partition("=")
+            if not equals:
+                raise ConfigError(f"{text!r}: write KEY=VALUE, such as steps=100 or engine.lr=2e-5")
+            _set(values, key.strip().split("."), value.strip(), key)
+        return build(cls, values, str(file))
+
+
+def _set(values: dict[str, Any], keys: list[str], text: str, whole: str) -> None:
+    import yaml
+
+    for key in keys[:-1]:
+        values[key] = inner = dict(values.get(key) or {}) if isinstance(values.get(key), dict | None) else None
+        if inner is None:
+            raise ConfigError(f"{whole}: {key} is not a section")
+        values = inner
+    values[keys[-1]] = yaml.safe_load(text)
+
+
+def _model_folder(text: str) -> str:
+    """The path of a model's folder, or a name on the hub as it stands. Raises ConfigError for a path where nothing is."""
+    path = expand_path(text)
+    if os.path.isdir(path):
+        return path
+    looks_like_path = path != text or text.startswith((".", "/")) or text.count("/") > 1
+    hint = "; `zinf demo --prepare` makes it" if "$ZINF_CACHE" in text else ""
+    require(not looks_like_path, "model", path, f"a folder with a Hugging Face model{hint}")
+    return text
+
+
+# ------------------------------------------------------------------------------------------------------------ the loop
+
+
+class EngineLike(Protocol):
+    """What the loop needs of zinf.Engine; tests put a plain in-memory one in its place."""
+
+    optimizer: Any
+    global_step: int
+    extra: dict[str, Any]
+
+    def __call__(self, **batch: Any) -> Any: ...
+    def backward(self, loss: Any) -> Any: ...
+    def step(self) -> Any: ...
+    def commit(self, extra: dict[str, Any]) -> None: ...
+    def eval(self) -> Any: ...
+    def train(self) -> Any: ...
+    def plan(self) -> list[str]: ...
+    def stats(self) -> dict[str, Any]: ...
+    def save_pretrained(self, folder: str) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step, as a progress bar wants to know it. Bytes are totals of NVMe traffic since this process started."""
+
+    step: int
+    steps: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    skipped: bool
+    tokens: int
+    bytes_read: int
+    bytes_written: int
+
+
+class Watch:
+    """Is told what happens; does nothing with it."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+    def plan(self, lines: list[str]) -> None:
+        """The engine's plan, before any training."""
+
+    def begin(self, step: int, steps: int) -> None:
+        """Training begins after `step` steps of `steps`."""
+
+    def step(self, step: Step) -> None:
+        """A step is done."""
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """The held-out loss after `step` steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run ended. `evals` are (step, held-out loss), of earlier processes of the run too; `stats` are the engine's."""
+
+    step: int
+    steps: int
+    finished: bool
+    evals: list[tuple[int, float]]
+    stats: dict[str, Any]
+    output: str | None
+
+
+def open_engine(config: TrainConfig, fresh: bool) -> EngineLike:
+    """The engine on the store that the config names: reopened at its last commit, or imported anew."""
+    import torch
+
+    import zinf
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.dtype]
+    if not config.engine.nvme_path:
+        raise ConfigError("engine.nvme_path must be given: a folder on the NVMe drive that is to hold weights and optimizer state")
+    model = zinf.from_pretrained(config.model, nvme_path=list(config.engine.nvme_path), run_name=config.engine.run_name, dtype=dtype, resume=not fresh)
+    return zinf.Engine(model, config.engine)
+
+
+def load_tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"model: no tokenizer in {folder}: {str(e).splitlines()[0]}") from e
+
+
+def train(
+    config: TrainConfig,
+    *,
+    fresh: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    watch: Watch | None = None,
+    open_engine: Callable[[TrainConfig, bool], EngineLike] = open_engine,
+    tokenizer: Any = None,
+) -> Result:
+    """Run `config` to its end, or until `stop()` says so after a step; then everything up to that step is committed.
+
+    Args:
+        fresh: forget what an earlier run with the same store has learned.
+        stop: asked after each step.
+        watch: is told what happens.
+        open_engine, tokenizer: for tests.
+    """
+    import torch
+
+    watch = watch or Watch()
+    tokenizer = load_tokenizer(config.model) if tokenizer is None else tokenizer
+    train_rows = Rows(tokenise(find_files(config.data.train), tokenizer), config.data.max_length, config.data.packing)
+    eval_rows = Rows(tokenise(find_files(config.data.eval), tokenizer), config.data.max_length, config.data.packing) if config.data.eval else None
+    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    loader = Loader(train_rows, config.batch_size, config.data.seed, config.data.shuffle, pad)
+    per_step = config.batch_size * config.engine.gradient_accumulation_steps
+    steps = config.steps if config.steps is not None else max(1, math.ceil(config.epochs * len(train_rows) / per_step))
+    torch.manual_seed(config.seed)
+    with contextlib.closing(open_engine(config, fresh)) as engine:
+        run = _Run(config, engine, loader, eval_rows, steps, pad, watch)
+        return run.train(stop, tokenizer)
+
+
+class _Run:
+    """One process's part of a run."""
+
+    def __init__(self, config: TrainConfig, engine: EngineLike, loader: Loader, eval_rows: Rows | None, steps: int, pad: int, watch: Watch) -> None:
+        self.config, self.engine, self.loader, self.eval_rows, self.steps, self.pad, self.watch = config, engine, loader, eval_rows, steps, pad, watch
+        self.evals: list[tuple[int, float]] = []
+        if engine.global_step:
+            self._resume(engine.extra)
+
+    def _resume(self, extra: dict[str, Any]) -> None:
+        if "data" not in extra:
+            raise ConfigError(f"run {self.config.engine.run_name!r} was not committed by `zinf train` (no data position): take another run_name, or --fresh")
+        self.loader.load_state_dict(extra["data"])
+        self.evals = [(step, loss) for step, loss in extra["evals"]]
+        now = self._settings()
+        changed = [f"{key} {old} -> {now[key]}" for key, old in extra["settings"].items() if key in now and now[key] != old]
+        if changed:
+            self.watch.note(f"not the run that was interrupted: {', '.join(changed)}")
+
+    def _settings(self) -> dict[str, Any]:
+        """What the numbers of a run depend on, beside the data."""
+        e = self.config.engine
+        keys = ("optimizer", "lr", "betas", "eps", "weight_decay", "max_grad_norm", "gradient_accumulation_steps")
+        values = {key: getattr(e, key) for key in keys} | dataclasses.asdict(self.config.schedule)
+        values |= {"batch_size": self.config.batch_size, "steps": self.steps}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+    def train(self, stop: Callable[[], bool], tokenizer: Any) -> Result:
+        engine, watch = self.engine, self.watch
+        watch.plan(engine.plan())
+        if not self.evals:
+            self.evaluate()
+        watch.begin(engine.global_step, self.steps)
+        engine.train()
+        stopped = False
+        while engine.global_step < self.steps and not stopped:
+            self.one_step()
+            step = engine.global_step
+            if step < self.steps and self.config.eval_every and step % self.config.eval_every == 0:
+                self.evaluate()
+            stopped = stop()
+            if stopped or step == self.steps or step % self.config.engine.commit_every == 0:
+                engine.commit(extra={"data": self.loader.state_dict(), "evals": [list(e) for e in self.evals], "settings": self._settings()})
+        finished = engine.global_step >= self.steps
+        if finished:
+            self.evaluate()
+            if self.config.output:
+                engine.save_pretrained(self.config.output)
+                tokenizer.save_pretrained(self.config.output)
+        return Result(engine.global_step, self.steps, finished, self.evals, engine.stats(), self.config.output if finished else None)
+
+    def one_step(self) -> None:
+        """All backwards of one optimizer step, and the step."""
+        engine, config = self.engine, self.config
+        step = engine.global_step
+        factor = config.schedule.factor(step, self.steps)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = config.engine.lr * factor
+        losses, tokens = [], 0
+        for _ in range(config.engine.gradient_accumulation_steps):
+            batch = self.loader.next_batch()
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            losses.append(float(loss.detach()))
+            tokens += batch["input_ids"].numel()
+        done = engine.step()
+        traffic = engine.stats()
+        mean, lr = sum(losses) / len(losses), config.engine.lr * factor
+        self.watch.step(Step(engine.global_step, self.steps, mean, lr, done.grad_norm, done.skipped, tokens, traffic["bytes_read"], traffic["bytes_written"]))
+
+    def evaluate(self) -> None:
+        """The mean loss of a token over the held-out rows, once per step."""
+        step = self.engine.global_step
+        if self.eval_rows is None or (self.evals and self.evals[-1][0] == step):
+            return
+        import torch
+
+        self.engine.eval()
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for batch in self.eval_batches():
+                targets = int((batch["labels"][:, 1:] != IGNORE).sum())
+                total += float(self.engine(**batch).loss) * targets
+                count += targets
+        self.engine.train()
+        self.evals.append((step, total / count))
+        self.watch.evaluated(step, total / count)
+
+    def eval_batches(self) -> Iterator[dict[str, Any]]:
+        assert self.eval_rows is not None
+        return self.eval_rows.spread(self.config.eval_rows, self.config.batch_size, self.pad)
