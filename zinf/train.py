@@ -186,13 +186,14 @@ def open_engine(config: TrainConfig, fresh: bool) -> EngineLike:
     """The engine on the store that the config names: reopened at its last commit, or imported anew."""
     import torch
 
-    import zinf
+    from zinf.engine import Engine
+    from zinf.hf.loading import from_pretrained
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.dtype]
     if not config.engine.nvme_path:
         raise ConfigError("engine.nvme_path must be given: a folder on the NVMe drive that is to hold weights and optimizer state")
-    model = zinf.from_pretrained(config.model, nvme_path=list(config.engine.nvme_path), run_name=config.engine.run_name, dtype=dtype, resume=not fresh)
-    return zinf.Engine(model, config.engine)
+    model = from_pretrained(config.model, nvme_path=list(config.engine.nvme_path), run_name=config.engine.run_name, dtype=dtype, resume=not fresh)
+    return Engine(model, config.engine)
 
 
 def load_tokenizer(folder: str) -> Any:

@@ -108,7 +108,8 @@ class Progress(Watch):
         text.heading(f"Training, step {step + 1} to {steps}" if step < steps else f"All {steps} steps are done already (--fresh starts over)")
         self._began = self._told = time.monotonic()
         if sys.stderr.isatty() and step < steps:
-            self._bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
+            look = "  {n_fmt}/{total_fmt} {bar:16} {elapsed}<{remaining}  {desc}"
+            self._bar = tqdm(total=steps, initial=step, dynamic_ncols=True, bar_format=look)
 
     def step(self, s: Step) -> None:
         self._tokens += s.tokens
@@ -119,7 +120,7 @@ class Progress(Watch):
         traffic = f"{s.bytes_read / 1e9:.1f} GB read, {s.bytes_written / 1e9:.1f} written"
         shown = f"loss {s.loss:.3f}{skipped}, lr {s.lr:.1e}, norm {norm}, {rate:.0f} tok/s, {traffic}"
         if self._bar is not None:
-            self._bar.set_postfix_str(shown, refresh=False)
+            self._bar.set_description_str(shown, refresh=False)
             self._bar.update()
             if s.step == s.steps:
                 self.close()
