@@ -91,8 +91,9 @@ class Store:
             for i, (key, where) in enumerate(placement.places.items())
         }
         self._dirty: set[Entry] = set()  # written since the commit
-        self._changed = threading.Condition()  # _exclusive or _closed changed; writers and committers wait for their turn
+        self._changed = threading.Condition()  # _exclusive or _queued changed; writers and committers wait for their turn
         self._exclusive = False  # a commit, rollback or verify runs: no write may start
+        self._queued = 0  # writes that wait for it to end
         self._broken: str | None = None  # why nothing may be written any more
         self._closed = False
         self._counts = {f"{kind}_{verb}": 0 for kind in (WEIGHTS, STATE) for verb in ("read", "written")} | {"commits": 0}
@@ -288,7 +289,7 @@ class Store:
         digests = [checksum(tensor) for _, tensor in wanted]
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self._exclusive)
+                self._wait_turn()
                 self._check_writable()
                 for entry, _ in wanted:
                     if entry.frozen and self.step >= 0:
@@ -298,6 +299,15 @@ class Store:
                     return self._start_writes(wanted, addresses, digests)
             for ticket in busy:
                 ticket.error()  # whether it failed is not our business: its bytes are replaced
+
+    def _wait_turn(self) -> None:
+        """Under the lock: until no commit, rollback or verify runs. Writes that wait go before the next of those."""
+        self._queued += 1
+        try:
+            self._changed.wait_for(lambda: not self._exclusive)
+        finally:
+            self._queued -= 1
+            self._changed.notify_all()
 
     def _target(self, entry: Entry) -> int:
         """The version that a write goes to: the one that no manifest names."""
@@ -424,7 +434,7 @@ class Store:
     def _alone(self, *, writing: bool) -> Iterator[None]:
         """No other commit, rollback or verify, and no write, until the block ends."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._exclusive)
+            self._changed.wait_for(lambda: not self._exclusive and not self._queued)
             if writing:
                 self._check_writable()
             else:
