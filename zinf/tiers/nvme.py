@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import operator
 import threading
 import time
 import uuid
@@ -184,6 +185,7 @@ class Store:
             committed = opening.load(paths)
             opening.check_expected(paths[0], committed, expect)
             placement = layout.place(committed.model, committed.shares, 2 if committed.crash_safe else 1)
+            opening.check_versions(paths[0], committed, placement)
             for path in paths:
                 directory.warn_if_memory(path)
             files = opening.open_files(paths, placement, io, undo, direct=direct, write=writable)
@@ -359,7 +361,7 @@ class Store:
             TypeError, ValueError: step is negative, extra is not JSON.
             OSError: a write failed since the last commit (it must be written again, or rolled back), or the disk fails now.
         """
-        if step < 0:
+        if (step := operator.index(step)) < 0:
             raise ValueError(f"step is {step}; it must not be negative")
         payload = json.loads(json.dumps(extra))
         if not isinstance(payload, dict):
