@@ -192,7 +192,9 @@ class _Folder:
 
     def write(self, tensor: Tensor, start: int, raw: torch.Tensor) -> None:
         """Write uint8 `raw` from byte `start` of a tensor on."""
-        _pwrite(self._fds[tensor.path], self._path(tensor.path), tensor.begin + start, raw.numpy().data)
+        fd = self._fds[tensor.path]
+        _pwrite(fd, self._path(tensor.path), tensor.begin + start, raw.numpy().data)
+        os.posix_fadvise(fd, tensor.begin + start, len(raw), os.POSIX_FADV_DONTNEED)  # starts writeback now: dirty pages must not pile up until the fsync
 
     def publish(self, index: str | None) -> list[str]:
         """Make all files durable and give them their names, see [Note: a crash leaves no half checkpoint]."""

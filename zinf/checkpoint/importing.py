@@ -9,12 +9,12 @@ import torch
 
 from zinf import layout, ops
 from zinf.checkpoint.sources import Reader, Source, check
-from zinf.checkpoint.staging import DTYPES, SLOTS, Progress, Slot, Stream, Transfer, Workers, cast, cut, make_slots, segments, slot_nbytes, stage_views
+from zinf.checkpoint.staging import DTYPES, Progress, Slot, Stream, Transfer, Workers, cast, cut, make_slots, segments, slots_nbytes, stage_views
 
 
 def import_nbytes(model: layout.Model) -> int:
     """Bytes of the `buffer` that import_tensors takes, whatever the source's dtypes."""
-    return SLOTS * sum(slot_nbytes(model, True))
+    return max(slots_nbytes(model, True), slots_nbytes(model, False))
 
 
 def import_tensors(model: layout.Model, source: Source, write: Transfer, *, buffer: torch.Tensor | None = None, progress: Progress | None = None) -> None:

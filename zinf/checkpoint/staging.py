@@ -1,7 +1,7 @@
 """What import and export share: parts of parameters, page-aligned buffers, and the pipeline of two stages.
 
-[Note: the memory of a stream] Both directions hold SLOTS buffers of one chunk each and one small stage buffer for each worker,
-all allocated before the first byte moves. Nothing else grows with the model, except a few hundred bytes a parameter.
+[Note: the memory of a stream] Both directions hold a few buffers of one chunk each (slots_nbytes says how much in all) and STAGE
+bytes for each worker, allocated before the first byte moves. Nothing else grows with the model, except a few hundred bytes a parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 
 from zinf import layout, ops
 
-SLOTS = 3  # chunks in flight: two in the first stage, one in the second
+SLOTS = (3, 12)  # fewest and most chunks in flight; half of them, rounded up, in their first stage
+IN_FLIGHT = 64 << 20  # bytes that keep a fast drive busy: small chunks get more slots
 TRANSFER = 4 << 20  # bytes of one read or write of a checkpoint file
 STAGE = 3 * TRANSFER  # bytes of a worker's stage: raw elements (8 bytes at most), and the same elements as fp32 (twice a transfer of bf16)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}  # of planes
@@ -98,16 +99,26 @@ def slot_nbytes(model: layout.Model, states: bool) -> tuple[int, int]:
     return weights, state if states else 0
 
 
+def slots_nbytes(model: layout.Model, states: bool) -> int:
+    """Bytes of all slots."""
+    return _slot_count(model, states) * sum(slot_nbytes(model, states))
+
+
+def _slot_count(model: layout.Model, states: bool) -> int:
+    least, most = SLOTS
+    return min(max(least, IN_FLIGHT // max(sum(slot_nbytes(model, states)), 1)), most)
+
+
 def make_slots(model: layout.Model, states: bool, buffer: torch.Tensor | None) -> list[Slot]:
-    """SLOTS slots, carved from `buffer` (page-aligned uint8, at least SLOTS * sum(slot_nbytes(...)) bytes) or from new memory."""
+    """The slots, carved from `buffer` (page-aligned uint8, at least slots_nbytes(...) long) or from new memory."""
     weights, state = slot_nbytes(model, states)
-    need = SLOTS * (weights + state)
+    count, need = _slot_count(model, states), slots_nbytes(model, states)
     if buffer is None:
         buffer = pages(need)
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or buffer.data_ptr() % layout.PAGE or buffer.numel() < need:
         raise ValueError(f"buffer must be a page-aligned 1-D uint8 tensor of at least {need} bytes, not {buffer.dtype} of {buffer.numel()}")
-    parts = buffer[:need].split([weights, state] * SLOTS)
-    return [Slot(parts[i], parts[i + 1]) for i in range(0, 2 * SLOTS, 2)]
+    parts = buffer[:need].split([weights, state] * count)
+    return [Slot(parts[i], parts[i + 1]) for i in range(0, 2 * count, 2)]
 
 
 class Workers:
@@ -170,7 +181,7 @@ class Stream(Generic[Job]):
 
     def __init__(self, slots: Sequence[Slot], begin: Callable[[Job, Slot], Pending], finish: Callable[[Job, Slot], Pending]) -> None:
         self._free = deque(slots)
-        self._ahead = len(slots) - 1
+        self._ahead = (len(slots) + 1) // 2
         self._begin, self._finish = begin, finish
         self._first: deque[tuple[Job, Slot, Pending]] = deque()
         self._second: deque[tuple[Job, Slot, Pending]] = deque()

@@ -16,24 +16,22 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zinf import layout
+from zinf.aio import open_engine
 from zinf.checkpoint import SafetensorsSource, check, import_tensors
 from zinf.checkpoint.staging import Progress
+from zinf.config import Config
 from zinf.discover import discover, layout_of
 from zinf.errors import CheckpointError, ConfigError
 from zinf.hf.names import Names, Where, match
-
-if TYPE_CHECKING:
-    from zinf.aio import IoEngine
-    from zinf.tiers.nvme import Store
-
-CHUNK = 8 << 20  # elements: 16 MiB of bf16 weights, 80 MiB of state
+from zinf.tiers.manifest import MANIFEST
+from zinf.tiers.nvme import Store
 
 # What a folder holds beside weights and the configs that the model itself writes.
 EXTRAS = (
@@ -45,32 +43,31 @@ EXTRA_FOLDERS = ("additional_chat_templates",)
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a model came from, for saving it again."""
+    """Where a model came from and where its weights are: `model.zinf_origin`, which an engine takes over."""
 
     folder: str
+    paths: tuple[str, ...]  # the store's directories
+    chunk_size: int  # elements
     names: dict[str, Where]  # parameter -> its place in exported files, in their order
     buffers: dict[str, str]  # persistent buffer -> its name in exported files
     files: tuple[str, ...]  # to be copied at save, relative to the folder
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict for a manifest: only the names that differ."""
+        """A plain dict for a manifest: of the names, only those that differ."""
         return {
             "source": self.folder,
             "files": list(self.files),
             "names": {k: v if isinstance(v, str) else [dataclasses.astuple(p) for p in v] for k, v in self.names.items() if k != v},
+            "buffers": {k: v for k, v in self.buffers.items() if k != v},
         }
 
+    def buffers_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The persistent buffers of `model` under their names in exported files, for export_safetensors(buffers=...)."""
+        return {self.buffers.get(name, name): b for name, b in persistent_buffers(model).items()}
 
-@dataclasses.dataclass
-class OpenStore:
-    """A store that a model's weights are in, with the I/O engine it uses; whoever takes it over closes both."""
-
-    store: Store
-    io: IoEngine
-
-    def close(self) -> None:
-        self.store.close()
-        self.io.close()
+    def save_extras(self, model: Any, out: str | os.PathLike[str]) -> None:
+        """save_extras(), for models that have an origin."""
+        save_extras(model, out, self)
 
 
 def resolve(name_or_dir: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None, code: bool = False) -> str:
@@ -240,76 +237,96 @@ def from_pretrained(
     nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     run_name: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    auto_class: Any = None,
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-    revision: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
     trainable: Callable[[str], bool] | None = None,
     ignore_unexpected: bool = False,
-    chunk_size: int = CHUNK,
+    chunk_size: int | None = None,
     blocks: Sequence[str] | None = None,
     crash_safe: bool = True,
-    overwrite: bool = False,
     backend: str = "auto",
+    revision: str | None = None,
     progress: Progress | None = None,
-    **config_overrides: Any,
+    **build: Any,
 ) -> nn.Module:
-    """A transformers model whose weights are in a new store, ready for zinf.Engine. Host memory: a few chunks.
+    """A transformers model whose weights are in a store, ready for zinf.Engine. Host memory: a few chunks.
 
-    The checkpoint is checked in full before the store is made. The model has `zinf_origin` (Origin) and `zinf_store`
-    (OpenStore); its parameters stay on the meta device until an engine takes it.
+    The checkpoint is checked in full before the store is made. The model has `zinf_origin` (Origin); its parameters stay on
+    the meta device until an engine takes it.
 
     Args:
         name_or_dir: a folder, or a hub id.
-        nvme_path: one path or several; the store is the folder `run_name` (by default the model's name) in each.
+        nvme_path: one path or several; the store is the folder `run_name` in each.
+        run_name: default: that of Config.
+        dtype: of the weights; trainable bf16 and fp16 weights keep what they cannot hold of the checkpoint in their state.
+        resume: take the store that stands there, at whatever step it is, if it is of this model; import only if there is none.
+        overwrite: replace a store that stands there.
         trainable: of each parameter name, whether it is trained; default all. Frozen parameters have no state in the store.
         ignore_unexpected: go on if the checkpoint has tensors that the model has not.
-        chunk_size: elements of a chunk.
+        chunk_size: elements of a chunk; default: that of Config, or of the store that is resumed.
         blocks: class names of the blocks, see discover().
-        overwrite: replace a store of that name.
         progress: called with (bytes imported, bytes in all).
-        config_overrides: see build_on_meta, also for auto_class, dtype, attn_implementation and trust_remote_code.
+        build: see build_on_meta: auto_class, attn_implementation, trust_remote_code and attributes of the config.
 
     Raises:
         ConfigError, CheckpointError, StoreError, OSError: one line; no store is left behind that could be taken for a whole one.
     """
-    folder = resolve(name_or_dir, revision=revision, code=trust_remote_code)
-    model = build_on_meta(
-        folder, auto_class=auto_class, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code, **config_overrides
-    )
+    folder = resolve(name_or_dir, revision=revision, code=build.get("trust_remote_code", False))
+    model = build_on_meta(folder, dtype=dtype, **build)
     if trainable is not None:
         for name, p in model.named_parameters():
             p.requires_grad_(trainable(name))
-    plan = layout_of(discover(model, blocks), chunk_size)
+    drives = [nvme_path] if isinstance(nvme_path, (str, os.PathLike)) else list(nvme_path)
+    paths = [os.path.join(os.fspath(drive), run_name or Config.run_name) for drive in drives]
+    resume = resume and os.path.lexists(os.path.join(paths[0], MANIFEST))
+    units = discover(model, blocks)
     source, names = open_source(model, folder, ignore_unexpected=ignore_unexpected)
     with source:
+        plan = layout_of(units, chunk_size or Config.chunk_size)
         check(plan, source)
         load_buffers(model, source, names)
-        origin = Origin(folder, names.save, names.buffers, extra_files(folder))
-        paths = [nvme_path] if isinstance(nvme_path, (str, os.PathLike)) else list(nvme_path)
-        name = run_name or re.sub(r"[^\w.-]", "_", os.path.basename(os.path.abspath(os.fspath(name_or_dir))))
-        store = _import(plan, source, [os.path.join(os.fspath(p), name) for p in paths], origin, crash_safe, overwrite, backend, progress)
+        if resume:
+            plan = _reuse(paths, plan, chunk_size is None, backend)
+        origin = Origin(folder, tuple(paths), plan.chunk, names.save, names.buffers, extra_files(folder))
+        if not resume:
+            _import(plan, source, origin, crash_safe, overwrite, backend, progress)
     model.zinf_origin = origin  # type: ignore[assignment]
-    model.zinf_store = store  # type: ignore[assignment]
     return model
 
 
-def _import(
-    plan: layout.Model, source: SafetensorsSource, paths: list[str], origin: Origin, crash_safe: bool, overwrite: bool, backend: str, progress: Progress | None
-) -> OpenStore:  # fmt: skip
-    """A new committed store with the weights of `source`. On an error nothing stays open."""
-    from zinf.aio import open_engine
-    from zinf.tiers.nvme import Store
+def _reuse(paths: Sequence[str], plan: layout.Model, any_chunk: bool, backend: str) -> layout.Model:
+    """The layout of the store at `paths`, which must be that of `plan` (but for the chunk size, if any will do)."""
+    with contextlib.closing(open_engine(backend)) as io:
+        expect = plan
+        if any_chunk:
+            with contextlib.closing(Store.open(paths, io, verify="off", writable=False)) as store:
+                expect = dataclasses.replace(plan, chunk=store.model.chunk)
+        Store.open(paths, io, verify="off", expect=expect, writable=False).close()
+    return expect
 
-    with contextlib.ExitStack() as undo:
-        io = open_engine(backend)
-        undo.callback(io.close)
-        store = Store.create(paths, plan, io, crash_safe=crash_safe, overwrite=overwrite)
-        undo.callback(store.close)
+
+def _import(
+    plan: layout.Model, source: SafetensorsSource, origin: Origin, crash_safe: bool, overwrite: bool, backend: str, progress: Progress | None
+) -> None:  # fmt: skip
+    """A new committed store with the weights of `source`."""
+    for path in origin.paths:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+    with (
+        contextlib.closing(open_engine(backend)) as io,
+        contextlib.closing(Store.create(origin.paths, plan, io, crash_safe=crash_safe, overwrite=overwrite)) as store,
+    ):
         import_tensors(plan, source, store.write, progress=progress)
         store.commit(0, {"origin": origin.to_json()})
-        undo.pop_all()
-    return OpenStore(store, io)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint holds, each under its first name."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in parameters and isinstance(tensor, torch.Tensor):
+            found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
 def load_buffers(model: nn.Module, source: SafetensorsSource, names: Names) -> None:
@@ -334,10 +351,11 @@ def extra_files(folder: str) -> tuple[str, ...]:
     return tuple(f for f in files if os.path.isfile(os.path.join(folder, f)))
 
 
-def save_extras(model: Any, out: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-    """Write config.json and generation_config.json of `model` to `out`, and copy what its origin (if it has one) lists.
+def save_extras(model: Any, out: str | os.PathLike[str], origin: Origin | None = None, *, dtype: torch.dtype | None = None) -> None:
+    """Write config.json and generation_config.json of `model` to `out`, and copy the files that `origin` lists.
 
     Args:
+        origin: default: that of the model, if it has one.
         dtype: of the exported weights, for the config; None: the model's.
 
     Raises:
@@ -350,7 +368,7 @@ def save_extras(model: Any, out: str | os.PathLike[str], *, dtype: torch.dtype |
     config.save_pretrained(out)
     if model.can_generate():
         model.generation_config.save_pretrained(out)
-    origin = getattr(model, "zinf_origin", None)
+    origin = origin or getattr(model, "zinf_origin", None)
     if origin is None:
         return
     for file in origin.files:
