@@ -309,9 +309,7 @@ def test_export_is_sharded_as_transformers_does(tmp_path):
     chunks = imported(model, folder_of(tmp_path / "in", tensors))
     extra = {"counter": torch.arange(5), "norm.running": torch.randn(3)}
     order = ["head", "embed", "counter", "a.bias", "a.weight", "b.weight", "norm", "norm.running"]
-    paths = checkpoint.export_safetensors(
-        tmp_path / "out", model, chunks.read, names={n: n for n in order}, buffers=extra, max_shard_size=9000
-    )
+    paths = checkpoint.export_safetensors(tmp_path / "out", model, chunks.read, names={n: n for n in order}, buffers=extra, max_shard_size=9000)
     everything = {n: {**tensors, **extra}[n] for n in order}
     split = split_torch_state_dict_into_shards(everything, filename_pattern="model{suffix}.safetensors", max_shard_size=9000)
     for file, names in split.filename_to_tensors.items():
@@ -413,7 +411,10 @@ MALFORMED = {
     "not UTF-8": ((b'{"\xff": 1}', b""), "not valid JSON"),
     "deep JSON": ((b"[" * 100000, b""), "not valid JSON"),
     "a list": (([1], b""), "not a JSON object"),
-    "duplicate name": ((b'{"x": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}, "x": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b""), "a key occurs twice"),
+    "duplicate name": (
+        (b'{"x": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}, "x": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b""),
+        "a key occurs twice",
+    ),
     "metadata of numbers": (({"__metadata__": {"a": 1}, "x": entry()}, b"12345678"), "__metadata__ is not a map of strings"),
     "no offsets": (({"x": {"dtype": "F32", "shape": [2]}}, b""), "does not have exactly"),
     "unknown dtype": (({"x": entry("F31")}, b"12345678"), "unknown dtype 'F31'"),
@@ -606,7 +607,9 @@ def test_a_crash_at_any_instant_leaves_no_mixture(tmp_path, monkeypatch, old_sha
         if finished:
             break
     assert outcomes == {0, 1} and stop < 99
-    assert sorted(os.listdir(out)) == sorted(os.path.basename(p) for p in checkpoint.export_safetensors(tmp_path / "ref", model, stores[1].read, max_shard_size=sizes[new_shards]))
+    assert sorted(os.listdir(out)) == sorted(
+        os.path.basename(p) for p in checkpoint.export_safetensors(tmp_path / "ref", model, stores[1].read, max_shard_size=sizes[new_shards])
+    )
 
 
 # ---- memory

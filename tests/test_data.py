@@ -61,8 +61,13 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     # Like the templates that drop the thinking of all turns but the last.
     template = "{% for m in messages %}{{ m['content'] if loop.last else m['content'] | upper }};{% endfor %}"
     tok = tiny_tokenizer(template=template)
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
-    with pytest.raises(ConfigError, match="chats.jsonl, line 3: the chat template renders message 2 differently"):
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    with pytest.raises(ConfigError, match=r"chats\.jsonl, line 3: the chat template renders message 2 differently"):
         chat_document(messages, "chats.jsonl, line 3", tok)
 
 
@@ -196,7 +201,11 @@ def test_a_resumed_loader_goes_on_with_the_same_rows(n: int, batch: int, seed: i
 
 def test_a_position_over_other_data_is_refused() -> None:
     state = Loader(Rows(tokens(20), 2), 1, seed=3).state_dict()
-    for rows, seed, said in ((Rows(tokens(20, fingerprint="g"), 2), 3, "the text"), (Rows(tokens(20), 4), 3, "max_length"), (Rows(tokens(20), 2), 4, "data.seed")):
+    for rows, seed, said in (
+        (Rows(tokens(20, fingerprint="g"), 2), 3, "the text"),
+        (Rows(tokens(20), 4), 3, "max_length"),
+        (Rows(tokens(20), 2), 4, "data.seed"),
+    ):
         with pytest.raises(ConfigError, match=said):
             Loader(rows, 1, seed).load_state_dict(state)
 

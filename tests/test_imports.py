@@ -1,6 +1,6 @@
 """The imports form a line: who may import whom, read from the source. And importing zinf is light.
 
-    integrations, hf, cli -> engine -> {streaming, optimizer, checkpoint, schedule} -> shard -> tiers -> aio -> _aio;  ops -> _ops
+integrations, hf, cli -> engine -> {streaming, optimizer, checkpoint, schedule} -> shard -> tiers -> aio -> _aio;  ops -> _ops
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def violations(part: str, source: str, package: str = "zinf") -> list[str]:
                 wrong.append(f"{part} imports {name}: against the direction of imports")
         elif top == "torch" and at_once and part in WITHOUT_TORCH:
             wrong.append(f"{part} imports torch when it is imported")
-        elif top in ("transformers", "peft", "accelerate") and (part not in TRANSFORMERS or at_once and part in WITHOUT_TORCH):
+        elif top in ("transformers", "peft", "accelerate") and (part not in TRANSFORMERS or (at_once and part in WITHOUT_TORCH)):
             wrong.append(f"{part} imports {top}" + (" when it is imported" if part in TRANSFORMERS else ""))
     return wrong
 
