@@ -18,12 +18,14 @@ ROOT = Path(zinf.__file__).parent
 
 # Lowest first. A part (a module or package directly below zinf) may import from lower layers and from itself.
 LAYERS = [
-    {"errors", "layout", "config", "discover", "trace"},
+    {"errors", "layout", "config", "discover", "trace", "schedule", "placement", "pipeline", "rng"},
     {"_aio", "_ops"},
     {"aio", "ops"},
     {"tiers"},
+    {"slabs"},
     {"shard"},
-    {"streaming", "optimizer", "checkpoint", "schedule"},
+    {"grads", "streaming", "optimizer", "checkpoint", "commit"},
+    {"stepping", "memory", "report"},
     {"engine"},
     {"hf", "integrations", "planner", "data", "train", "cli", "__main__"},
 ]
@@ -33,6 +35,7 @@ SIDEWAYS = {
     "config": {"errors", "layout"},
     "discover": {"errors", "layout"},
     "trace": {"errors", "layout"},
+    "placement": {"errors", "layout"},
     "integrations": {"hf"},
     "train": {"data", "hf"},
     "cli": {"train", "data", "hf", "planner", "integrations"},
@@ -54,15 +57,22 @@ def part_of(path: Path) -> str:
 
 
 def imports(source: str, package: str) -> list[tuple[str, bool]]:
-    """(imported module in full, is it imported when the module is) for every import statement; `package` resolves relative ones."""
+    """(imported module in full, is it imported when the module is) for every import statement but those for type checkers only.
+
+    `package` resolves relative imports.
+    """
     tree = ast.parse(source)
     late: set[int] = set()
+    never: set[int] = set()
     for node in ast.walk(tree):
-        checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if checking or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            never.update(id(inner) for statement in node.body for inner in ast.walk(statement))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             late.update(id(inner) for inner in ast.walk(node))
     found = []
     for node in ast.walk(tree):
+        if id(node) in never:
+            continue
         if isinstance(node, ast.Import):
             found += [(alias.name, id(node) not in late) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -121,6 +131,8 @@ def test_every_arrow_points_down() -> None:
         ("cli", "from transformers import AutoModel", "cli imports transformers when"),
         ("tiers", "from zinf import layout\nfrom zinf.aio import IoEngine\nimport torch", None),
         ("cli", "def f():\n    import torch, transformers\n    from zinf.train import train", None),
+        ("slabs", "if TYPE_CHECKING:\n    from zinf.shard import Shard", None),
+        ("slabs", "if TYPE_CHECKING:\n    pass\nelse:\n    from zinf.shard import Shard", "slabs imports zinf.shard: against"),
         ("hf", "from transformers import AutoModel\nfrom zinf.engine import Engine", None),
     ],
 )
