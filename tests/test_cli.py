@@ -154,6 +154,7 @@ def store(tmp_path):
 
     model = layout.Model((layout.make_shard("s", [("w", (64, 32), "bf16", True)]),), 2048)
     io = aio.open_engine("threads")
+    (tmp_path / "nvme").mkdir()
     half = Store.create([str(tmp_path / "nvme/half")], model, io)
     half.close()
     store = Store.create([str(tmp_path / "nvme/run")], model, io)
