@@ -29,10 +29,13 @@ HYPER: dict[str, Any] = dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_d
 PIECE = 65536  # elements a thread takes at a time
 # fp32 bits: zeros, subnormals and their edges, one, the ties of bf16 and of fp16, the edges of fp16, FLT_MAX and what rounds to infinity, infinities, NaNs.
 SPECIAL = torch.tensor(
-    [0, 1, 0x7FFFFF, 0x800000, 0x800001, 0x3F800000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x3F801000, 0x3F803000, 0x3F800FFF, 0x3F801001]
-    + [0x33000000, 0x33000001, 0x33800000, 0x387FE000, 0x387FF000, 0x38800000, 0x477FE000, 0x477FEFFF, 0x477FF000, 0x47800000, 0x7F7F0000, 0x7F7F7FFF]
-    + [0x7F7F8000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFF7FFF, 0x7FFF8000, 0x7FFFFFFF],
-    dtype=torch.int64,
+    [
+        int(word, 16)
+        for word in (
+            "0 1 7FFFFF 800000 800001 3F800000 3F808000 3F818000 3F807FFF 3F808001 3F801000 3F803000 3F800FFF 3F801001 33000000 33000001 33800000 387FE000 "
+            "387FF000 38800000 477FE000 477FEFFF 477FF000 47800000 7F7F0000 7F7F7FFF 7F7F8000 7F7FFFFF 7F800000 7F800001 7FC00000 7FFF7FFF 7FFF8000 7FFFFFFF"
+        ).split()
+    ]
 )
 
 pools: dict[int, ops.Pool] = {}

@@ -1,155 +1,33 @@
-"""The store gives back the last committed step, with its exact bytes, whatever happened in between."""
+"""What goes into the store comes out of it: versions, steps, order of transfers, failures, checksums."""
 
 from __future__ import annotations
 
-import ctypes
+import errno
+import logging
 import os
 import random
-from collections.abc import Callable, Sequence
+import shutil
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from fake_io import Bytes, FakeIo, content, tiny_model
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from zinf import layout
-from zinf.layout import Key
-from zinf.tiers import host
+from zinf.errors import IntegrityError, StoreError
+from zinf.layout import STATE, WEIGHTS, Key
+from zinf.tiers import host, manifest, scrub
 from zinf.tiers.nvme import Store
 
-
-class FakeFile:
-    def __init__(self, path: str, write: bool) -> None:
-        self.path, self.direct = path, False
-        self.fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW)
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
-
-
-class FakeTicket:
-    def __init__(self, io: FakeIo, run: Callable[[], None]) -> None:
-        self.io, self.run, self.over, self.error = io, run, False, None
-
-    def perform(self) -> None:
-        if not self.over:
-            self.over = True
-            try:
-                self.run()
-            except OSError as e:
-                self.error = e
-
-    def wait(self, timeout: float | None = None) -> None:
-        self.io.perform(self)
-        if self.error is not None:
-            raise self.error
-
-    def done(self) -> bool:
-        return self.over
-
-
-class FakeIo:
-    """An I/O engine of pread and pwrite, with a journal.
-
-    With `rng` it is lazy: an operation happens when it is waited for, and then some others that are pending happen too, in
-    random order. So whoever does not wait for what it must wait for reads old bytes, or loses new ones.
-    """
-
-    name = "fake"
-
-    def __init__(self, rng: random.Random | None = None) -> None:
-        self.rng = rng
-        self.pending: list[FakeTicket] = []
-        self.journal: list[tuple] = []  # ("w", path, offset, bytes) as they happen, ("sync", path)
-        self.fail: Callable[[str, str, int, int], OSError | None] = lambda kind, path, offset, length: None
-        self.reads = 0
-
-    def open(self, path: str, *, write: bool, create: bool = False, direct: bool | str = "auto") -> FakeFile:
-        return FakeFile(path, write)
-
-    def register(self, address: int, nbytes: int, owner: object) -> bool:
-        return False
-
-    def unregister(self, address: int) -> None:
-        pass
-
-    def submit(self, ops: Sequence[tuple], owner: object = None) -> list[FakeTicket]:
-        tickets = [FakeTicket(self, lambda op=op, owner=owner: self.transfer(*op)) for op in ops]
-        self.enqueue(tickets)
-        return tickets
-
-    def datasync(self, file: FakeFile) -> FakeTicket:
-        ticket = FakeTicket(self, lambda: self.sync(file))
-        self.enqueue([ticket])
-        return ticket
-
-    def enqueue(self, tickets: list[FakeTicket]) -> None:
-        self.pending.extend(tickets)
-        if self.rng is None:
-            for ticket in tickets:
-                self.perform(ticket)
-
-    def perform(self, wanted: FakeTicket) -> None:
-        """`wanted`, after a random choice of what else is pending."""
-        others = [t for t in self.pending if t is not wanted]
-        if self.rng is not None:
-            self.rng.shuffle(others)
-            for ticket in others[: self.rng.randrange(3)]:
-                ticket.perform()
-        wanted.perform()
-        self.pending = [t for t in self.pending if not t.over]
-
-    def transfer(self, kind: str, file: FakeFile, offset: int, address: int, length: int) -> None:
-        if error := self.fail(kind, file.path, offset, length):
-            raise error
-        view = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
-        if kind == "r":
-            self.reads += 1
-            assert os.preadv(file.fd, [view], offset) == length
-        else:
-            assert os.pwrite(file.fd, view, offset) == length
-            self.journal.append(("w", file.path, offset, bytes(view)))
-
-    def sync(self, file: FakeFile) -> None:
-        if error := self.fail("sync", file.path, 0, 0):
-            raise error
-        self.journal.append(("sync", file.path))
-
-
-def tiny_model(chunk: int = 2048) -> layout.Model:
-    """Two shards, three dtypes, a frozen run; chunks of 4 to 20 KiB, the last of a run shorter where chunk > 2048."""
-    return layout.Model(
-        (
-            layout.make_shard("embed", [("embed.weight", (50, 64), "bf16", True), ("embed.scale", (8,), "fp32", True)]),
-            layout.make_shard("block", [("block.a", (64, 64), "bf16", True), ("block.frozen", (3000,), "fp16", False), ("block.b", (33,), "fp16", True)]),
-        ),
-        chunk,
-    )
-
-
-class Bytes:
-    """Tensors of the right size for each chunk, from one arena."""
-
-    def __init__(self, model: layout.Model) -> None:
-        self.places = layout.place(model).places
-        self.arena = host.Arena(sum(2 * layout.round_up(p[0].length, 4096) for p in self.places.values()))
-        self.out = {key: self.arena.carve(p[0].length, str(key)) for key, p in self.places.items()}
-        self.back = {key: self.arena.carve(p[0].length, str(key)) for key, p in self.places.items()}
-
-    def fill(self, key: Key, seed: int) -> torch.Tensor:
-        """What step `seed` writes into a chunk."""
-        generator = torch.Generator().manual_seed(hash((key[1:], len(key[0]), seed)) & 0xFFFFFFFF)
-        return self.out[key].random_(0, 256, generator=generator)
-
-
-def content(store: Store, data: Bytes) -> dict[Key, bytes]:
-    """The newest version of every chunk."""
-    for tensor in data.back.values():
-        tensor.fill_(0x55)
-    for ticket in store.read(list(data.back.items())):
-        ticket.wait()
-    return {key: tensor.numpy().tobytes() for key, tensor in data.back.items()}
+A: Key = (WEIGHTS, 0, 0, 0)  # a chunk of each sort
+B: Key = (STATE, 0, 0, 1)
+B0: Key = (STATE, 0, 0, 0)
+FROZEN: Key = (WEIGHTS, 1, 1, 0)
 
 
 @pytest.fixture
@@ -167,24 +45,667 @@ def io() -> FakeIo:
     return FakeIo()
 
 
-def test_never_written_is_zero(tmp_path: Path, model: layout.Model, data: Bytes, io: FakeIo) -> None:
-    with Store.create([str(tmp_path / "s")], model, io) as store:
-        assert set(content(store, data).values()) == {bytes(p[0].length) for p in data.places.values()}
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "store")
+
+
+def put(store: Store, data: Bytes, key: Key, seed: int) -> bytes:
+    tensor = data.fill(key, seed)
+    store.write([(key, tensor)])[0].wait()
+    return tensor.numpy().tobytes()
+
+
+def get(store: Store, data: Bytes, key: Key) -> bytes:
+    tensor = data.back[key].fill_(0x55)
+    store.read([(key, tensor)])[0].wait()
+    return tensor.numpy().tobytes()
+
+
+def zeros(data: Bytes, key: Key) -> bytes:
+    return bytes(data.out[key].numel())
+
+
+def fail_writes_of(store: Store, io: FakeIo, key: Key, code: int = errno.ENOSPC, kinds: str = "w") -> None:
+    entry = store._entries[key]
+    places = {(entry.file.path, offset) for offset in entry.offsets}
+    io.fail = lambda kind, path, offset, length: OSError(code, os.strerror(code), path) if kind in kinds and (path, offset) in places else None
+
+
+def heal(io: FakeIo) -> None:
+    io.fail = lambda kind, path, offset, length: None
+
+
+# ---- bytes in, bytes out
+
+
+def test_never_written_is_zero(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    with Store.create([path], model, io) as store:
+        assert set(content(store, data).items()) == {(key, zeros(data, key)) for key in data.places}
+        assert io.reads == 0
+        store.commit(0, {})
+    with Store.open([path], io, verify="always") as store:
+        assert set(content(store, data).items()) == {(key, zeros(data, key)) for key in data.places}
         assert io.reads == 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_round_trip(tmp_path: Path, model: layout.Model, data: Bytes, io: FakeIo, count: int) -> None:
+@pytest.mark.parametrize("chunk", [2048, 4096])
+def test_round_trip(tmp_path: Path, io: FakeIo, count: int, chunk: int) -> None:
+    model = tiny_model(chunk)
+    data = Bytes(model)
     paths = [str(tmp_path / str(i)) for i in range(count)]
-    store = Store.create(paths, model, io, shares=[1.0, 2.0, 1.5][:count])
-    expected = {}
-    for key in data.places:
-        expected[key] = data.fill(key, 0).numpy().tobytes()
-        store.write([(key, data.out[key])])[0].wait()
+    store = Store.create(paths, model, io, shares=[1.0, 2.0, 1.5][:count], extra={"at": "creation"})
+    assert (store.step, store.extra) == (-1, {"at": "creation"})
+    expected = {key: put(store, data, key, 0) for key in data.places}
     assert content(store, data) == expected
-    store.commit(7, {"lr": 0.1, "nested": {"ü": [1, 2]}})
+    store.commit(7, {"lr": 0.1, "nested": {"ü": (1, 2), "quote": '",\n"digest": "'}})
+    extra = {"lr": 0.1, "nested": {"ü": [1, 2], "quote": '",\n"digest": "'}}
+    assert store.extra == extra  # as the next open will see it
     store.close()
-    store = Store.open(paths[::-1], io, verify="always", expect=model)
-    assert (store.step, store.extra, store.model, store.paths) == (7, {"lr": 0.1, "nested": {"ü": [1, 2]}}, model, paths)
-    assert content(store, data) == expected
+    with Store.open(paths[::-1], io, verify="always", expect=model) as store:
+        assert (store.step, store.extra, store.model, store.paths) == (7, extra, model, paths)
+        assert content(store, data) == expected
+
+
+def test_files_are_private_and_have_their_final_size(path: str, model: layout.Model, io: FakeIo) -> None:
+    with Store.create([path], model, io) as store:
+        store.commit(0, {})
+    sizes = layout.place(model).sizes[0]
+    assert set(os.listdir(path)) == {*sizes, "manifest.json", "member.json", "lock"}
+    for name in os.listdir(path):
+        assert os.stat(os.path.join(path, name)).st_mode & 0o777 == 0o600, name
+    for name, size in sizes.items():
+        info = os.stat(os.path.join(path, name))
+        assert info.st_size == size and info.st_blocks * 512 >= size, name
+    assert os.stat(path).st_mode & 0o777 == 0o700
+
+
+def test_a_step_never_touches_the_committed_version(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    with Store.create([path], model, io) as store:
+        offsets = []
+        for step in range(4):
+            io.journal.clear()
+            put(store, data, A, step)
+            put(store, data, A, step + 100)  # again in the same step: the same place
+            offsets.append({offset for kind, *rest in io.journal if kind == "w" for offset in rest[1:2]})
+            store.commit(step, {})
+        first, second = layout.place(model).places[A]
+        assert offsets == [{first.offset}, {second.offset}, {first.offset}, {second.offset}]
+
+
+def test_rollback_forgets_the_step(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    with Store.create([path], model, io) as store:
+        put(store, data, B, 1)
+        store.rollback()
+        assert get(store, data, B) == zeros(data, B)
+        old = put(store, data, A, 1)
+        store.commit(1, {})
+        assert get(store, data, A) == old != put(store, data, A, 2) == get(store, data, A)
+        store.rollback()
+        store.rollback()
+        assert (get(store, data, A), store.step) == (old, 1)
+        store.commit(2, {})
+    with Store.open([path], io) as store:
+        assert (get(store, data, A), get(store, data, B), store.step) == (old, zeros(data, B), 2)
+
+
+def test_what_was_not_committed_is_gone_after_close(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    with Store.create([path], model, io) as store:
+        old = put(store, data, A, 1)
+        store.commit(1, {})
+        put(store, data, A, 2)
+    with Store.open([path], io) as store:
+        assert get(store, data, A) == old
+
+
+def test_frozen_is_written_before_the_first_commit_only(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    with Store.create([path], model, io) as store:
+        put(store, data, FROZEN, 1)
+        old = put(store, data, FROZEN, 2)
+        store.commit(0, {})
+        with pytest.raises(StoreError, match="frozen"):
+            put(store, data, FROZEN, 3)
+        put(store, data, A, 3)
+        store.commit(1, {})
+        assert get(store, data, FROZEN) == old
+    with Store.open([path], io) as store, pytest.raises(StoreError, match="frozen"):
+        put(store, data, FROZEN, 3)
+
+
+def test_bytes_are_counted_by_kind(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    with Store.create([path], model, io) as store:
+        for key in (A, B, B):
+            put(store, data, key, 0)
+        get(store, data, A)
+        get(store, data, FROZEN)  # zeros: no byte moved
+        store.commit(0, {})
+        assert store.stats() == {"weights_read": 4096, "weights_written": 4096, "state_read": 0, "state_written": 2 * 20480, "commits": 1}
+
+
+@pytest.mark.parametrize(
+    ("key", "make", "error"),
+    [
+        ((WEIGHTS, 0, 0, 99), lambda d: d.out[A], KeyError),
+        ((STATE, 1, 1, 0), lambda d: d.out[A], KeyError),  # frozen: no state
+        (A, lambda d: d.out[A][:-1], ValueError),
+        (A, lambda d: d.out[B][64 : 64 + 4096], ValueError),
+        (A, lambda d: d.out[A].view(2, 2048), ValueError),
+        (A, lambda d: d.out[B][::2][:4096], ValueError),
+        (A, lambda d: d.out[A].view(torch.int8), TypeError),
+        (A, lambda d: torch.empty(4096, dtype=torch.uint8, device="meta"), TypeError),
+        (A, lambda d: d.out[A].numpy(), TypeError),
+    ],
+)
+def test_wrong_arguments_start_nothing(path: str, model: layout.Model, data: Bytes, io: FakeIo, key: Key, make, error) -> None:
+    with Store.create([path], model, io) as store:
+        put(store, data, B, 1)
+        io.journal.clear()
+        io.reads = 0
+        for verb in (store.read, store.write):
+            with pytest.raises(error):
+                verb([(B, data.out[B]), (key, make(data))])
+        assert not io.journal and not io.reads
+
+
+def test_a_chunk_twice_in_one_write(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    with Store.create([path], model, io) as store, pytest.raises(ValueError, match="twice"):
+        store.write([(A, data.out[A]), (A, data.back[A])])
+
+
+@pytest.mark.parametrize("extra", [{"x": object()}, {"x": torch.zeros(1)}])
+def test_extra_must_be_json(path: str, model: layout.Model, io: FakeIo, extra: dict) -> None:
+    with Store.create([path], model, io) as store:
+        store.commit(0, {})
+        with pytest.raises(TypeError):
+            store.commit(1, extra)
+        with pytest.raises(ValueError, match="negative"):
+            store.commit(-1, {})
+        assert store.step == 0
+
+
+def test_closed(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    store = Store.create([path], model, io)
     store.close()
+    store.close()
+    for use in (lambda: store.read([(A, data.out[A])]), lambda: store.write([(A, data.out[A])]), lambda: store.commit(0, {}), store.rollback, store.verify):
+        with pytest.raises(StoreError, match="closed"):
+            use()
+
+
+# ---- order of transfers. The lazy engine does what it is not waited for at any time, in any order.
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_transfers_of_one_chunk_keep_their_order(path: str, model: layout.Model, data: Bytes, seed: int) -> None:
+    rng = random.Random(seed)
+    with Store.create([path], model, FakeIo(rng)) as store:
+        spare = Bytes(model)
+        for step in range(3):
+            # A write that nobody waits for, a read of it, and a second write while the read is in flight.
+            for key in data.places:
+                if key[1:3] == FROZEN[1:3]:
+                    continue
+                store.write([(key, data.fill(key, step))])
+                reads = store.read([(key, data.back[key])])
+                store.write([(key, spare.fill(key, step + 10))])
+                reads[0].wait()
+                assert torch.equal(data.back[key], data.out[key])
+                assert get(store, data, key) == spare.out[key].numpy().tobytes()
+            store.commit(step, {})
+        assert len(store._io.pending) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_read_of_the_old_version_survives_the_next_writes(path: str, model: layout.Model, data: Bytes, seed: int) -> None:
+    with Store.create([path], model, FakeIo(random.Random(seed))) as store:
+        old = put(store, data, A, 1)
+        store.commit(1, {})
+        ticket = store.read([(A, data.back[A])])[0]  # version 0, in flight from here on
+        put(store, data, A, 2)  # version 1
+        store.commit(2, {})
+        put(store, data, A, 3)  # version 0 again: must wait for the read
+        ticket.wait()
+        assert data.back[A].numpy().tobytes() == old
+
+
+def test_commit_waits_for_writes_and_syncs_after_them(path: str, model: layout.Model, data: Bytes) -> None:
+    io = FakeIo(random.Random(0))
+    with Store.create([path], model, io) as store:
+        store.write([(key, data.fill(key, 1)) for key in data.places])
+        store.commit(1, {})
+        kinds = [event[0] for event in io.journal]
+        assert kinds == ["w"] * len(data.places) + ["sync"] * 3
+        io.journal.clear()
+        store.write([(A, data.fill(A, 2))])
+        store.commit(2, {})
+        assert [(event[0], os.path.basename(event[1])) for event in io.journal] == [("w", "weights"), ("sync", "weights")]  # only what is dirty
+
+
+def test_reads_go_on_and_writes_wait_while_a_commit_runs(path: str, model: layout.Model, data: Bytes, io: FakeIo, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    real = manifest.write_file
+
+    def slow(name: str, payload: bytes) -> None:
+        inside.set()
+        assert go_on.wait(10)
+        real(name, payload)
+
+    with Store.create([path], model, io) as store:
+        one = put(store, data, A, 1)
+        monkeypatch.setattr(manifest, "write_file", slow)
+        committer = threading.Thread(target=store.commit, args=(1, {}))
+        committer.start()
+        assert inside.wait(10)
+        assert get(store, data, A) == one
+        written = threading.Event()
+        writer = threading.Thread(target=lambda: (put(store, data, A, 2), written.set()))
+        writer.start()
+        assert not written.wait(0.1)
+        go_on.set()
+        committer.join(10)
+        assert written.wait(10)
+        writer.join(10)
+        store.close()
+    with Store.open([path], io) as store:
+        assert (get(store, data, A), store.step) == (one, 1)
+
+
+def test_threads(path: str, model: layout.Model) -> None:
+    """Each thread owns some chunks and writes and reads them; another commits all the time. What is committed is never torn."""
+    io = FakeIo()
+    keys = [key for key in layout.place(model).places if key[1:3] != FROZEN[1:3]]
+    with Store.create([path], model, io, verify="always") as store:
+        store.commit(0, {})
+        stop = threading.Event()
+        failures: list[BaseException] = []
+
+        def work(mine: list[Key], seed: int) -> None:
+            data = Bytes(model)
+            try:
+                for i in range(30):
+                    expected = {key: put(store, data, key, seed + i) for key in mine}
+                    assert {key: get(store, data, key) for key in mine} == expected
+            except BaseException as e:
+                failures.append(e)
+
+        def commit() -> None:
+            step = 1
+            while not stop.is_set():
+                store.commit(step, {})
+                step += 1
+
+        committer = threading.Thread(target=commit)
+        workers = [threading.Thread(target=work, args=(keys[i::3], 1000 * i)) for i in range(3)]
+        for t in (committer, *workers):
+            t.start()
+        for t in workers:
+            t.join(60)
+        stop.set()
+        committer.join(60)
+        assert not failures and not any(t.is_alive() for t in (committer, *workers))
+        store.verify()
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_failed_write_fails_the_commit_until_it_is_written_again(path: str, model: layout.Model, data: Bytes, lazy: bool) -> None:
+    io = FakeIo(random.Random(0) if lazy else None)
+    with Store.create([path], model, io) as store:
+        put(store, data, A, 1)
+        store.commit(1, {})
+        fail_writes_of(store, io, A)
+        ticket = store.write([(A, data.fill(A, 2))])[0]
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"weights of shard 'embed', chunk 0 of run 0 \(bf16\), parameters embed.weight") as e:
+                ticket.wait()
+            assert e.value.errno == errno.ENOSPC and e.value.filename == os.path.join(path, "weights")
+        heal(io)
+        for _ in range(2):
+            with pytest.raises(OSError) as e:
+                store.commit(2, {})
+            assert e.value.errno == errno.ENOSPC and store.step == 1
+            with pytest.raises(OSError):  # nor can it be read: its newest bytes are nowhere
+                store.read([(A, data.back[A])])
+        new = put(store, data, A, 3)
+        store.commit(2, {})
+        assert (get(store, data, A), store.step) == (new, 2)
+
+
+def test_a_failed_write_can_be_rolled_back(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    with Store.create([path], model, io) as store:
+        old = put(store, data, A, 1)
+        store.commit(1, {})
+        fail_writes_of(store, io, A)
+        store.write([(A, data.fill(A, 2))])
+        heal(io)
+        store.rollback()
+        assert get(store, data, A) == old
+        store.commit(2, {})
+
+
+def test_submit_itself_fails(path: str, model: layout.Model, data: Bytes, io: FakeIo, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store.create([path], model, io) as store:
+        with monkeypatch.context() as m:
+            m.setattr(io, "submit", lambda ops, owner=None: (_ for _ in ()).throw(RuntimeError("engine is closed")))
+            with pytest.raises(RuntimeError):
+                store.write([(A, data.out[A])])
+            with pytest.raises(RuntimeError):
+                store.commit(1, {})
+        put(store, data, A, 1)
+        store.commit(1, {})
+
+
+def test_a_failed_sync_loses_what_was_written_to_that_file(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    """After a failed fsync the kernel may drop the pages and report success the next time."""
+    with Store.create([path], model, io) as store:
+        put(store, data, A, 1)
+        put(store, data, B, 1)
+        io.fail = lambda kind, path, offset, length: (
+            OSError(errno.EIO, "fdatasync: Input/output error", path) if kind == "sync" and path.endswith("weights") else None
+        )
+        with pytest.raises(OSError, match="fdatasync"):
+            store.commit(1, {})
+        heal(io)
+        with pytest.raises(OSError, match="fdatasync"):
+            store.commit(1, {})
+        new = put(store, data, A, 2)
+        store.commit(1, {})
+        assert get(store, data, A) == new
+
+
+@pytest.mark.parametrize("step", ["write_file", "rename"])
+def test_a_manifest_that_cannot_be_written(path: str, model: layout.Model, data: Bytes, io: FakeIo, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    with Store.create([path], model, io) as store:
+        old = put(store, data, A, 1)
+        store.commit(1, {})
+        new = put(store, data, A, 2)
+        with monkeypatch.context() as m:
+            m.setattr(manifest, step, lambda *a: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device", a[0])))
+            with pytest.raises(OSError, match="No space"):
+                store.commit(2, {})
+        assert store.step == 1 and not [name for name in os.listdir(path) if name.endswith(".tmp")]
+        with Store.open([copy_of(path)], io) as other:
+            assert get(other, data, A) == old
+        store.commit(2, {})  # there is room again
+    with Store.open([path], io) as store:
+        assert (get(store, data, A), store.step) == (new, 2)
+
+
+def copy_of(path: str) -> str:
+    """The store as another process would find it after a kill."""
+    copy = path + "-copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(path, copy)
+    return copy
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_unknown_outcome_of_a_commit_forbids_writing(
+    path: str, model: layout.Model, data: Bytes, io: FakeIo, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """The rename is done and its durability unknown: either step may come back after a crash, so neither may be overwritten."""
+    with Store.create([path], model, io) as store:
+        put(store, data, A, 1)
+        store.commit(1, {})
+        new = put(store, data, A, 2)
+        with monkeypatch.context() as m:
+            m.setattr(manifest, "sync_directory", lambda directory: (_ for _ in ()).throw(error))
+            with pytest.raises(type(error)):
+                store.commit(2, {})
+        io.journal.clear()
+        for use in (lambda: put(store, data, A, 3), lambda: store.commit(3, {}), store.rollback):
+            with pytest.raises(StoreError, match="close the store and open it again"):
+                use()
+        assert get(store, data, A) == new and not io.journal
+    with Store.open([path], io) as store:
+        assert (get(store, data, A), store.step) == (new, 2)
+
+
+def test_a_failed_read_names_the_chunk(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    with Store.create([path], model, io) as store:
+        put(store, data, B, 1)
+        fail_writes_of(store, io, B, errno.EIO, kinds="r")
+        ticket = store.read([(B, data.back[B])])[0]
+        with pytest.raises(OSError, match="state of shard 'embed', chunk 1 of run 0") as e:
+            ticket.wait()
+        assert e.value.errno == errno.EIO and e.value.filename.endswith("/state")
+        assert ticket.done()
+        heal(io)
+        store.commit(1, {})  # a failed read is no reason not to commit
+
+
+def test_waiting_can_time_out_and_network_timeouts_are_errors(path: str, model: layout.Model, data: Bytes, io: FakeIo, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store.create([path], model, io) as store:
+        put(store, data, A, 1)
+
+        class Never:
+            def wait(self, timeout: float | None = None) -> None:
+                raise TimeoutError("not yet")
+
+            def done(self) -> bool:
+                return False
+
+        with monkeypatch.context() as m:
+            m.setattr(io, "submit", lambda ops, owner=None: [Never()])
+            ticket = store.read([(A, data.back[A])])[0]
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match="not yet"):
+                ticket.wait(0.01)
+        assert not ticket.done()
+        store._entries[A].reads.clear()
+        fail_writes_of(store, io, A, errno.ETIMEDOUT, kinds="r")
+        ticket = store.read([(A, data.back[A])])[0]
+        with pytest.raises(OSError, match="weights of shard") as e:
+            ticket.wait()
+        assert e.value.errno == errno.ETIMEDOUT and ticket.done()
+        heal(io)
+
+
+# ---- checksums
+
+
+def damage(path: str, entry, version: int, at: int = 100) -> None:
+    with open(entry.file.path, "r+b") as f:
+        f.seek(entry.offsets[version] + at)
+        byte = f.read(1)[0]
+        f.seek(entry.offsets[version] + at)
+        f.write(bytes([byte ^ 1]))
+
+
+def test_one_wrong_bit_is_found_and_named(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    key: Key = (STATE, 1, 0, 1)  # elements 2048.. of a bf16 run: block.a only
+    with Store.create([path], model, io) as store:
+        for k in data.places:
+            put(store, data, k, 1)
+        store.commit(1, {})
+        entry = store._entries[key]
+        damage(path, entry, 0)
+        where = rf"{path}/state: 20480 bytes at offset {entry.offsets[0]} are not what was written"
+        text = where + r".*state of shard 'block', chunk 1 of run 0 \(bf16\), parameters block\.a;"
+        with pytest.raises(IntegrityError, match=text):
+            store.verify()
+    with pytest.raises(IntegrityError, match=text):
+        Store.open([path], io)
+    with pytest.raises(IntegrityError, match=text):  # the lock was released, the files closed
+        Store.open([path], io, verify="always")
+    with Store.open([path], io, verify="off") as store:
+        get(store, data, key)
+        with pytest.raises(IntegrityError):
+            store.verify()
+
+
+def test_always_compares_on_each_read(path: str, model: layout.Model, data: Bytes, io: FakeIo) -> None:
+    with Store.create([path], model, io, verify="always") as store:
+        put(store, data, A, 1)
+        damage(path, store._entries[A], 0)
+        ticket = store.read([(A, data.back[A])])[0]
+        for _ in range(2):
+            with pytest.raises(IntegrityError, match=r"embed\.weight"):
+                ticket.wait()
+        put(store, data, A, 2)
+        get(store, data, A)
+
+
+def test_verify_streams_large_chunks_through_a_small_ring(path: str, io: FakeIo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrub, "PIECE", 8192)
+    monkeypatch.setattr(scrub, "DEPTH", 3)
+    arenas: list[int] = []
+    real = host.Arena.__init__
+    monkeypatch.setattr(host.Arena, "__init__", lambda self, nbytes, *a, **k: (arenas.append(nbytes), real(self, nbytes, *a, **k))[1])
+    model = tiny_model(1 << 20)
+    data = Bytes(model)
+    io = FakeIo(random.Random(1))
+    with Store.create([path], model, io) as store:
+        for k in data.places:
+            put(store, data, k, 1)
+        store.commit(1, {})
+        put(store, data, B0, 2)  # a newer version beside the committed one: both are checked
+        arenas.clear()
+        seen: list[tuple[int, int]] = []
+        store.verify(lambda done, total: seen.append((done, total)))
+        total = sum(p[0].length for p in data.places.values()) + data.out[B0].numel()
+        assert seen[-1] == (total, total) and len(seen) == len(data.places) + 1 and seen == sorted(seen)
+        assert arenas == [3 * 8192]
+        for version in (0, 1):
+            damage(path, store._entries[B0], version, at=30000)
+            with pytest.raises(IntegrityError):
+                store.verify()
+            damage(path, store._entries[B0], version, at=30000)
+        store.verify()
+
+
+# ---- one version only
+
+
+def test_in_place_is_half_the_bytes_and_says_what_is_lost(path: str, model: layout.Model, data: Bytes, io: FakeIo, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "zinf"), Store.create([path], model, io, crash_safe=False) as store:
+        assert [r for r in caplog.messages if "crash_safe is off" in r] == caplog.messages and len(caplog.messages) == 1
+        first = put(store, data, A, 1)
+        store.commit(1, {})
+        with Store.open([copy_of(path)], io) as other:
+            assert get(other, data, A) == first
+        put(store, data, A, 2)
+        with pytest.raises(StoreError, match="overwritten in place"):
+            Store.open([copy_of(path)], io, verify="off")
+        with pytest.raises(StoreError, match="one version"):
+            store.rollback()
+        second = put(store, data, A, 3)
+        store.commit(2, {})
+        store.rollback()  # nothing to forget
+    with Store.open([path], io) as store:
+        assert (get(store, data, A), store.step, store.crash_safe) == (second, 2, False)
+    for name in ("weights", "state"):
+        assert os.path.getsize(os.path.join(path, name)) * 2 == layout.place(model).sizes[0][name]
+
+
+# ---- any sequence of calls against a dict
+
+
+class Machine(RuleBasedStateMachine):
+    """The store under a lazy engine, against dicts of bytes. A crash loses what was not committed, and nothing else."""
+
+    model = tiny_model()
+    data = Bytes(model)
+    keys = tuple(key for key in data.places if key[1:3] != FROZEN[1:3])
+    some = st.lists(st.sampled_from(keys), min_size=1, max_size=4, unique=True)
+
+    @initialize(seed=st.integers(0, 1000), paths=st.integers(1, 2))
+    def create(self, seed: int, paths: int) -> None:
+        self.root = tempfile.TemporaryDirectory()
+        self.generation = 0
+        self.paths = [os.path.join(self.root.name, f"{i}-0") for i in range(paths)]
+        self.io = FakeIo(random.Random(seed))
+        self.store = Store.create(self.paths, self.model, self.io)
+        self.newest = {key: zeros(self.data, key) for key in self.keys}
+        self.committed: dict[Key, bytes] | None = None
+        self.failed: set[Key] = set()
+        self.seed = self.step = 0
+
+    @rule(keys=some, wait=st.booleans())
+    def write(self, keys: list[Key], wait: bool) -> None:
+        self.seed += 1
+        # A tensor may not change while it is in flight: fresh ones, alive as long as the engine wants.
+        arena = host.Arena(sum(layout.round_up(self.data.out[key].numel(), 4096) for key in keys))
+        items = [(key, arena.carve(self.data.out[key].numel(), "w").random_(generator=torch.Generator().manual_seed(self.seed))) for key in keys]
+        tickets = self.store.write(items)
+        for (key, tensor), ticket in zip(items, tickets, strict=True):
+            self.newest[key] = tensor.numpy().tobytes()
+            self.failed.discard(key)
+            if wait:
+                ticket.wait()
+
+    @rule(key=st.sampled_from(keys))
+    def write_and_fail(self, key: Key) -> None:
+        fail_writes_of(self.store, self.io, key)
+        with pytest.raises(OSError):
+            put(self.store, self.data, key, 0)
+        heal(self.io)
+        self.failed.add(key)
+
+    @rule(keys=some)
+    def read(self, keys: list[Key]) -> None:
+        for key in keys:
+            if key in self.failed:
+                with pytest.raises(OSError):
+                    get(self.store, self.data, key)
+            else:
+                assert get(self.store, self.data, key) == self.newest[key], key
+
+    @rule()
+    def commit(self) -> None:
+        if self.failed:
+            with pytest.raises(OSError):
+                self.store.commit(self.step + 1, {})
+            return
+        self.step += 1
+        self.store.commit(self.step, {"step": self.step})
+        self.committed = dict(self.newest)
+
+    def forget(self) -> None:
+        self.newest = dict(self.committed) if self.committed is not None else {key: zeros(self.data, key) for key in self.keys}
+        self.failed.clear()
+
+    @rule()
+    def rollback(self) -> None:
+        self.store.rollback()
+        self.forget()
+
+    @precondition(lambda self: self.committed is not None)
+    @rule(verify=st.sampled_from(["resume", "always", "off"]))
+    def reopen(self, verify: str) -> None:
+        self.store.close()
+        self.store = Store.open(self.paths, self.io, verify=verify, expect=self.model)
+        self.forget()
+
+    @precondition(lambda self: self.committed is not None)
+    @rule()
+    def killed(self) -> None:
+        """What is pending in the engine never happens."""
+        self.generation += 1
+        copies = [f"{path.rsplit('-', 1)[0]}-{self.generation}" for path in self.paths]
+        for path, copy in zip(self.paths, copies, strict=True):
+            shutil.copytree(path, copy)
+        self.store.close()
+        self.paths = copies
+        self.store = Store.open(self.paths, self.io)
+        self.forget()
+
+    @invariant()
+    def step_is_the_committed_one(self) -> None:
+        if hasattr(self, "store"):
+            assert self.store.step == (self.step if self.committed is not None else -1)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            if self.committed is not None:
+                self.reopen("resume")
+                self.read(self.keys)
+            self.store.close()
+            self.root.cleanup()
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

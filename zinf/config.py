@@ -83,7 +83,7 @@ class Config:
     chunk_size: int = option(1 << 20, f"elements of a chunk, a multiple of {PIECE}")
     crash_safe: bool = option(True, "two versions of each chunk: twice the space, and a kill at any instant loses nothing committed")
     verify: Literal["resume", "always", "off"] = option("resume", "when checksums are examined")
-    commit_every: int = option(1, "steps between commits; every commit is a checkpoint")
+    commit_every: int | None = option(None, "steps between commits, each of them a checkpoint; 0: only when asked; default: 1, or 50 where state rests in host memory")
     # input and output
     backend: Literal["auto", "uring", "threads", "python"] = option("auto", "I/O engine")
     block_size: Bytes = option(4 << 20, "largest single read or write")
@@ -93,6 +93,7 @@ class Config:
     device: Literal["auto", "cuda", "cpu", "sim"] = option("auto", "where forward and backward run")
     cpu_threads: int | None = option(None, "threads of the CPU optimizer; default: all cores")
     blocks: tuple[str, ...] | None = option(None, "class names of the blocks that travel as one; default: found by itself")
+    leaf_bytes: Bytes = option(4 << 20, "a layer outside of all blocks travels by itself from this size on")
     recompute: bool = option(True, "recompute each block in backward, instead of keeping what its forward saved")
     micro_batch_size: int | None = option(None, "rows of a batch that go through a block at once")
     gradient_accumulation_steps: int = option(1, "backwards that make one step")
@@ -107,6 +108,7 @@ class Config:
     max_grad_norm: float | None = option(None, "clip the norm of all grads to this")
     max_skipped_steps: int = option(10, "steps with non-finite grads in a row that are skipped before an error")
     trace: bool = option(False, "record a timeline of all verbs")
+    debug: bool = option(False, "fill released buffers with NaN")
 
     def __post_init__(self) -> None:
         convert_fields(self)
@@ -117,8 +119,8 @@ class Config:
             require(value is None or value > 0, key, value, "a positive number")
         require(self.chunk_size >= PIECE and self.chunk_size % PIECE == 0, "chunk_size", self.chunk_size, f"a positive multiple of {PIECE}")
         require(self.block_size % 4096 == 0, "block_size", self.block_size, "a multiple of 4096")
-        for key in ("lr", "eps", "weight_decay", "max_skipped_steps"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "zero or more")
+        for key in ("lr", "eps", "weight_decay", "max_skipped_steps", "commit_every"):
+            require((getattr(self, key) or 0) >= 0, key, getattr(self, key), "zero or more")
         require(all(0 <= b < 1 for b in self.betas), "betas", list(self.betas), "two numbers in [0, 1)")
         for key in ("weights", "state"):
             value = getattr(self, key)

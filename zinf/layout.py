@@ -117,6 +117,14 @@ class Run:
         """Bytes of state on NVMe; 0 when frozen."""
         return self.padded * self.mode.state_bytes if self.trainable else 0
 
+    def grads_dtype(self, wide: bool) -> str:
+        """Dtype of this run's grads: that of its weights, or fp32 where several gradients are summed (`wide`)."""
+        return "fp32" if wide else self.dtype
+
+    def grads_nbytes(self, wide: bool) -> int:
+        """Bytes of the run's flat gradient; 0 when frozen."""
+        return self.padded * ITEMSIZE[self.grads_dtype(wide)] if self.trainable else 0
+
     def gaps(self) -> list[tuple[int, int]]:
         """The ranges (start, end) of elements that belong to no parameter; zero in weights, state and grads, always."""
         gaps, at = [], 0
@@ -163,13 +171,13 @@ class Shard:
         """Byte offset of a run in the slab."""
         return sum(r.weights_nbytes for r in self.runs[:run])
 
-    def grads_nbytes(self, itemsize: int) -> int:
-        """Bytes of the flat gradient of the trainable runs, `itemsize` bytes an element."""
-        return sum(run.padded * itemsize for run in self.runs if run.trainable)
+    def grads_nbytes(self, wide: bool) -> int:
+        """Bytes of the flat gradient of the trainable runs; see Run.grads_dtype."""
+        return sum(run.grads_nbytes(wide) for run in self.runs)
 
-    def grads_offset(self, run: int, itemsize: int) -> int:
-        """Byte offset of a trainable run in the flat gradient."""
-        return sum(r.padded * itemsize for r in self.runs[:run] if r.trainable)
+    def grads_offset(self, run: int, wide: bool) -> int:
+        """Byte offset of a run in the flat gradient."""
+        return sum(r.grads_nbytes(wide) for r in self.runs[:run])
 
 
 def make_shard(name: str, params: Iterable[tuple[str, Sequence[int], str, bool]]) -> Shard:
@@ -223,7 +231,12 @@ class Model:
             "rank": self.rank,
             "world_size": self.world_size,
             "shards": [
-                {"name": s.name, "runs": [{"dtype": r.dtype, "trainable": r.trainable, "params": [[p.name, list(p.shape), p.offset, p.numel] for p in r.params]} for r in s.runs]}
+                {
+                    "name": s.name,
+                    "runs": [
+                        {"dtype": r.dtype, "trainable": r.trainable, "params": [[p.name, list(p.shape), p.offset, p.numel] for p in r.params]} for r in s.runs
+                    ],
+                }
                 for s in self.shards
             ],
         }
@@ -232,7 +245,12 @@ class Model:
     def from_json(cls, data: dict[str, Any]) -> Model:
         """The inverse of to_json. Raises KeyError, TypeError or ValueError on anything else."""
         shards = tuple(
-            Shard(s["name"], tuple(Run(r["dtype"], r["trainable"], tuple(Param(n, tuple(shape), offset, numel) for n, shape, offset, numel in r["params"])) for r in s["runs"]))
+            Shard(
+                s["name"],
+                tuple(
+                    Run(r["dtype"], r["trainable"], tuple(Param(n, tuple(shape), offset, numel) for n, shape, offset, numel in r["params"])) for r in s["runs"]
+                ),
+            )
             for s in data["shards"]
         )
         return cls(shards, data["chunk"], data["rank"], data["world_size"])

@@ -13,15 +13,23 @@ inline std::uint16_t high_part(std::uint32_t bits) { return static_cast<std::uin
 inline std::int16_t low_part(std::uint32_t bits) { return static_cast<std::int16_t>(static_cast<std::uint16_t>(bits)); }
 
 inline void split(const float* __restrict src, std::uint16_t* __restrict hi, std::int16_t* __restrict lo, std::size_t begin, std::size_t end) {
-    for (std::size_t i = begin; i < end; ++i) {
-        const std::uint32_t bits = split_bits(src[i]);
-        hi[i] = high_part(bits);
-        lo[i] = low_part(bits);
+    for (std::size_t i = begin; i < end; i += BLOCK) {
+        prefetch(src + i), prefetch(hi + i), prefetch(lo + i);
+        const std::size_t stop = i + block_at(i, end);
+        for (std::size_t j = i; j < stop; ++j) {
+            const std::uint32_t bits = split_bits(src[j]);
+            hi[j] = high_part(bits);
+            lo[j] = low_part(bits);
+        }
     }
 }
 
 inline void join(const std::uint16_t* __restrict hi, const std::int16_t* __restrict lo, float* __restrict dst, std::size_t begin, std::size_t end) {
-    for (std::size_t i = begin; i < end; ++i) dst[i] = joined(hi[i], lo[i]);
+    for (std::size_t i = begin; i < end; i += BLOCK) {
+        prefetch(hi + i), prefetch(lo + i), prefetch(dst + i);
+        const std::size_t stop = i + block_at(i, end);
+        for (std::size_t j = i; j < stop; ++j) dst[j] = joined(hi[j], lo[j]);
+    }
 }
 
 // The new weight; m and v are updated. Kingma and Ba 2015, algorithm 1; decoupled: Loshchilov and Hutter 2019, algorithm 2.
@@ -57,27 +65,32 @@ inline void adam_whole(const Adam a, float* __restrict p, float* __restrict m, f
     }
 }
 
-// Work goes in blocks so that what fp16 needs beside the loop (its conversions) happens in the first-level cache.
-inline constexpr std::size_t ADAM_BLOCK = 1024;
-
 template <Dtype W, Dtype G, bool Decoupled> void adam(const Adam& a, std::size_t begin, std::size_t end) {
-    constexpr Dtype G1 = G == FP16 ? FP32 : G;
-    float buffer[G == FP16 ? ADAM_BLOCK : 1];
-    for (std::size_t i = begin; i < end; i += ADAM_BLOCK) {
-        const std::size_t n = end - i < ADAM_BLOCK ? end - i : ADAM_BLOCK;
-        const stored<G1>* grads;
+    stored<W>* weights = static_cast<stored<W>*>(a.weights);
+    const stored<G>* grads = static_cast<const stored<G>*>(a.grads);
+    constexpr Dtype L = G == FP16 ? FP32 : G;  // what the loop reads
+    float buffer[G == FP16 ? BLOCK : 1];
+    for (std::size_t i = begin; i < end; i += BLOCK) {
+        const std::size_t n = block_at(i, end);
+        prefetch(weights + i), prefetch(a.m + i), prefetch(a.v + i), prefetch(grads + i);
+        const stored<L>* g;
         if constexpr (G == FP16) {
-            from_fp16(static_cast<const std::uint16_t*>(a.grads) + i, buffer, n);
-            grads = buffer;
+            from_fp16(grads + i, buffer, n);
+            g = buffer;
         } else {
-            grads = static_cast<const stored<G>*>(a.grads) + i;
+            g = grads + i;
         }
         if constexpr (W == BF16) {
-            adam_split<G1, Decoupled>(a, static_cast<std::uint16_t*>(a.weights) + i, static_cast<std::int16_t*>(a.rest) + i, a.m + i, a.v + i, grads, n);
+            std::int16_t* lo = static_cast<std::int16_t*>(a.rest) + i;
+            prefetch(lo);
+            adam_split<L, Decoupled>(a, weights + i, lo, a.m + i, a.v + i, g, n);
+        } else if constexpr (W == FP16) {
+            float* master = static_cast<float*>(a.rest) + i;
+            prefetch(master);
+            adam_whole<L, Decoupled>(a, master, a.m + i, a.v + i, g, n);
+            to_fp16(master, weights + i, n);
         } else {
-            float* master = static_cast<float*>(W == FP16 ? a.rest : a.weights) + i;
-            adam_whole<G1, Decoupled>(a, master, a.m + i, a.v + i, grads, n);
-            if constexpr (W == FP16) to_fp16(master, static_cast<std::uint16_t*>(a.weights) + i, n);
+            adam_whole<L, Decoupled>(a, weights + i, a.m + i, a.v + i, g, n);
         }
     }
 }

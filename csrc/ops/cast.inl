@@ -1,7 +1,5 @@
 // Casts, accumulation, and the copy that benches measure memory with.
 
-inline constexpr std::size_t CAST_BLOCK = 1024;
-
 template <Dtype S, Dtype D> inline void cast_loop(const stored<S>* __restrict src, stored<D>* __restrict dst, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) dst[i] = store<D>(load<S>(src[i]));
 }
@@ -24,16 +22,17 @@ template <Dtype D> inline void narrowed(const float* src, stored<D>* dst, std::s
 template <Dtype S, Dtype D> void cast(const void* from, void* to, std::size_t begin, std::size_t end) {
     const stored<S>* src = static_cast<const stored<S>*>(from);
     stored<D>* dst = static_cast<stored<D>*>(to);
-    if constexpr (S == D) {
-        __builtin_memcpy(dst + begin, src + begin, (end - begin) * sizeof(stored<D>));
-    } else if constexpr (S == FP16 && D == FP32) {
-        from_fp16(src + begin, dst + begin, end - begin);
-    } else if constexpr (S != FP16 && D != FP16) {
-        cast_loop<S, D>(src + begin, dst + begin, end - begin);
-    } else {
-        float buffer[CAST_BLOCK];
-        for (std::size_t i = begin; i < end; i += CAST_BLOCK) {
-            const std::size_t n = end - i < CAST_BLOCK ? end - i : CAST_BLOCK;
+    for (std::size_t i = begin; i < end; i += BLOCK) {
+        const std::size_t n = block_at(i, end);
+        prefetch(src + i), prefetch(dst + i);
+        if constexpr (S == D) {
+            __builtin_memcpy(dst + i, src + i, n * sizeof(stored<D>));
+        } else if constexpr (S == FP16 && D == FP32) {
+            from_fp16(src + i, dst + i, n);
+        } else if constexpr (S != FP16 && D != FP16) {
+            cast_loop<S, D>(src + i, dst + i, n);
+        } else {
+            float buffer[BLOCK];
             narrowed<D>(widened<S>(src + i, buffer, n), dst + i, n);
         }
     }
@@ -47,12 +46,13 @@ template <Dtype D, Dtype S> inline void accumulate_loop(stored<D>* __restrict ds
 template <Dtype D, Dtype S> void accumulate(void* to, const void* from, float scale, std::size_t begin, std::size_t end) {
     stored<D>* dst = static_cast<stored<D>*>(to);
     const stored<S>* src = static_cast<const stored<S>*>(from);
-    if constexpr (D != FP16 && S != FP16) {
-        accumulate_loop<D, S>(dst + begin, src + begin, scale, end - begin);
-    } else {
-        float sum[CAST_BLOCK], buffer[CAST_BLOCK];
-        for (std::size_t i = begin; i < end; i += CAST_BLOCK) {
-            const std::size_t n = end - i < CAST_BLOCK ? end - i : CAST_BLOCK;
+    for (std::size_t i = begin; i < end; i += BLOCK) {
+        const std::size_t n = block_at(i, end);
+        prefetch(src + i), prefetch(dst + i);
+        if constexpr (D != FP16 && S != FP16) {
+            accumulate_loop<D, S>(dst + i, src + i, scale, n);
+        } else {
+            float sum[BLOCK], buffer[BLOCK];
             const float* addend = widened<S>(src + i, buffer, n);
             if constexpr (D == FP16) {
                 from_fp16(dst + i, sum, n);
@@ -72,14 +72,18 @@ inline void copy(const char* __restrict src, char* __restrict dst, std::size_t b
     const std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(dst) % 64) % 64;
     if (head < bytes) {
         __builtin_memcpy(dst, src, head);
-        i = head;
+        for (i = head; i + 64 <= bytes; i += 64) {
+            __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(src) + i + 4096), 0, 2);
 #if ZINF_HALF == 3
-        for (; i + 64 <= bytes; i += 64) _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + i), _mm512_loadu_si512(src + i));
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + i), _mm512_loadu_si512(src + i));
 #elif ZINF_HALF == 2
-        for (; i + 32 <= bytes; i += 32) _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + i), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i)));
+            for (std::size_t k = i; k < i + 64; k += 32)
+                _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + k), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + k)));
 #else
-        for (; i + 16 <= bytes; i += 16) _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i)));
+            for (std::size_t k = i; k < i + 64; k += 16)
+                _mm_stream_si128(reinterpret_cast<__m128i*>(dst + k), _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + k)));
 #endif
+        }
         _mm_sfence();
     }
 #endif

@@ -86,3 +86,17 @@ template <Dtype D> inline stored<D> store(float x) {
     else if constexpr (D == FP16) return to_fp16(x);
     else return x;
 }
+
+// [Note: blocks] Kernels go in blocks of BLOCK elements: what fp16 needs beside a loop (its conversions) stays in the first-level cache, and
+// each block asks for the lines of the block AHEAD elements further, of everything it reads or writes. The processor's own prefetching stops at the end
+// of a 4 KiB page and starts anew on each of five streams; asking saves a tenth of Adam's time and half of a norm's (bench/adam.py).
+inline constexpr std::size_t BLOCK = 128;
+inline constexpr std::size_t AHEAD = 512;
+
+// The lines of a block that starts AHEAD elements after p; beyond the end of an array it is a wasted hint.
+template <class T> inline void prefetch(const T* p, std::size_t ahead = AHEAD) {
+    const std::uintptr_t start = reinterpret_cast<std::uintptr_t>(p) + ahead * sizeof(T);
+    for (std::size_t k = 0; k < BLOCK * sizeof(T); k += 64) __builtin_prefetch(reinterpret_cast<const void*>(start + k));
+}
+
+inline std::size_t block_at(std::size_t i, std::size_t end) { return end - i < BLOCK ? end - i : BLOCK; }

@@ -148,15 +148,17 @@ def _checked(fields: dict[str, Any]) -> Manifest:
     count = sum(len(run.chunks(model.chunk)) * (2 if run.trainable else 1) for shard in model.shards for run in shard.runs)
     if len(versions) != count or len(sums) != count or set(versions) - set(b"01-"):
         raise ValueError(f"{len(versions)} versions and {len(sums)} checksums for {count} chunks")
-    if not isinstance(fields["step"], int) or not isinstance(fields["extra"], dict):
+    if not _whole(fields["step"]) or not isinstance(fields["extra"], dict):
         raise ValueError(f"step {fields['step']!r}, extra of type {type(fields['extra']).__name__}")
+    if type(fields["uuid"]) is not str or type(fields["crash_safe"]) is not bool or type(fields["clean"]) is not bool:
+        raise ValueError(f"uuid {fields['uuid']!r}, crash_safe {fields['crash_safe']!r}, clean {fields['clean']!r}")
     return Manifest(
-        str(fields["uuid"]),
+        fields["uuid"],
         fields["step"],
         model,
         shares,
-        bool(fields["crash_safe"]),
-        bool(fields["clean"]),
+        fields["crash_safe"],
+        fields["clean"],
         versions.translate(_DECODE),
         _little_endian(sums),
         fields["extra"],
@@ -167,19 +169,34 @@ def check_layout(model: layout.Model) -> None:
     """Raise ValueError unless every parameter stands where a layout could put it: no overlap, no negative or absurd number."""
     if not model.shards:
         raise ValueError("a model without shards")
+    if not (_whole(model.chunk) and _whole(model.rank) and _whole(model.world_size) and model.rank < model.world_size):
+        raise ValueError(f"chunk {model.chunk!r}, rank {model.rank!r} of {model.world_size!r}")
     total = 0
     for shard in model.shards:
         for run in shard.runs:
-            if run.dtype not in layout.MODES or not run.params:
-                raise ValueError(f"shard {shard.name} has a run of dtype {run.dtype} with {len(run.params)} parameters")
+            if run.dtype not in layout.MODES or not run.params or type(run.trainable) is not bool or type(shard.name) is not str:
+                raise ValueError(f"shard {shard.name!r} has a run of dtype {run.dtype!r} with {len(run.params)} parameters, trainable {run.trainable!r}")
             end = 0
             for p in run.params:
-                if type(p.offset) is not int or type(p.numel) is not int or p.numel <= 0 or p.offset < end or p.offset % layout.PARAM_ALIGN:
-                    raise ValueError(f"parameter {p.name} at element {p.offset!r}, {p.numel!r} long")
+                _check_param(p, end, sliced=model.world_size > 1)
                 end = p.offset + p.numel
             total += end
     if total > _MAX_NUMEL or total > model.chunk * 10**8:
         raise ValueError(f"{total} elements in chunks of {model.chunk}")
+
+
+def _check_param(p: layout.Param, end: int, *, sliced: bool) -> None:
+    """Raise ValueError unless `p` may follow a parameter that ends at element `end`. A rank's slice is smaller than its shape."""
+    if type(p.name) is not str or not _whole(p.offset) or not _whole(p.numel) or not all(map(_whole, p.shape)):
+        raise ValueError(f"parameter {p.name!r} of shape {p.shape!r} at element {p.offset!r}, {p.numel!r} long")
+    whole = math.prod(p.shape)
+    if p.offset < end or p.offset % layout.PARAM_ALIGN or not 0 < p.numel <= whole or (p.numel < whole and not sliced):
+        raise ValueError(f"parameter {p.name} of shape {p.shape} at element {p.offset}, {p.numel} long, after one that ends at {end}")
+
+
+def _whole(n: object) -> bool:
+    """A non-negative int, and not a bool."""
+    return type(n) is int and n >= 0
 
 
 def load(directory: str) -> Manifest:

@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import operator
 import threading
 import time
 import uuid
@@ -91,8 +92,9 @@ class Store:
             for i, (key, where) in enumerate(placement.places.items())
         }
         self._dirty: set[Entry] = set()  # written since the commit
-        self._changed = threading.Condition()  # _exclusive or _closed changed; writers and committers wait for their turn
+        self._changed = threading.Condition()  # _exclusive or _queued changed; writers and committers wait for their turn
         self._exclusive = False  # a commit, rollback or verify runs: no write may start
+        self._queued = 0  # writes that wait for it to end
         self._broken: str | None = None  # why nothing may be written any more
         self._closed = False
         self._counts = {f"{kind}_{verb}": 0 for kind in (WEIGHTS, STATE) for verb in ("read", "written")} | {"commits": 0}
@@ -183,6 +185,7 @@ class Store:
             committed = opening.load(paths)
             opening.check_expected(paths[0], committed, expect)
             placement = layout.place(committed.model, committed.shares, 2 if committed.crash_safe else 1)
+            opening.check_versions(paths[0], committed, placement)
             for path in paths:
                 directory.warn_if_memory(path)
             files = opening.open_files(paths, placement, io, undo, direct=direct, write=writable)
@@ -288,7 +291,7 @@ class Store:
         digests = [checksum(tensor) for _, tensor in wanted]
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self._exclusive)
+                self._wait_turn()
                 self._check_writable()
                 for entry, _ in wanted:
                     if entry.frozen and self.step >= 0:
@@ -298,6 +301,15 @@ class Store:
                     return self._start_writes(wanted, addresses, digests)
             for ticket in busy:
                 ticket.error()  # whether it failed is not our business: its bytes are replaced
+
+    def _wait_turn(self) -> None:
+        """Under the lock: until no commit, rollback or verify runs. Writes that wait go before the next of those."""
+        self._queued += 1
+        try:
+            self._changed.wait_for(lambda: not self._exclusive)
+        finally:
+            self._queued -= 1
+            self._changed.notify_all()
 
     def _target(self, entry: Entry) -> int:
         """The version that a write goes to: the one that no manifest names."""
@@ -349,7 +361,7 @@ class Store:
             TypeError, ValueError: step is negative, extra is not JSON.
             OSError: a write failed since the last commit (it must be written again, or rolled back), or the disk fails now.
         """
-        if step < 0:
+        if (step := operator.index(step)) < 0:
             raise ValueError(f"step is {step}; it must not be negative")
         payload = json.loads(json.dumps(extra))
         if not isinstance(payload, dict):
@@ -424,7 +436,7 @@ class Store:
     def _alone(self, *, writing: bool) -> Iterator[None]:
         """No other commit, rollback or verify, and no write, until the block ends."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._exclusive)
+            self._changed.wait_for(lambda: not self._exclusive and not self._queued)
             if writing:
                 self._check_writable()
             else:

@@ -136,6 +136,13 @@ def load(paths: Sequence[str]) -> Manifest:
     return committed
 
 
+def check_versions(path: str, committed: Manifest, placement: layout.Placement) -> None:
+    """Raise StoreError if the manifest names a version of a chunk for which there is no place."""
+    for version, (key, places) in zip(committed.versions, placement.places.items(), strict=True):
+        if version >= len(places) and version != manifest.UNWRITTEN:
+            raise StoreError(f"{os.path.join(path, manifest.MANIFEST)} is damaged: chunk {key} has a version that its store does not have")
+
+
 def check_expected(path: str, committed: Manifest, expect: layout.Model | None) -> None:
     if expect is None:
         return

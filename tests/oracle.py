@@ -1,0 +1,145 @@
+"""The in-memory oracle: plain PyTorch for loss and gradients, ops/reference.py for the step. Slow, obvious, and the definition of right."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from zinf import layout
+from zinf.discover import discover, layout_of
+from zinf.ops import reference
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
+
+
+class Oracle:
+    """Trains a plain module in memory. State is kept flat, run by run, as the layout has it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=None,
+        decoupled=True,
+        wide=False,
+        blocks=None,
+        leaf_bytes=4 << 20,
+    ):
+        self.model, self.hyper = model, dict(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay, decoupled=decoupled)
+        self.max_grad_norm, self.wide = max_grad_norm, wide
+        units = discover(model, blocks, leaf_bytes)
+        self.layout = layout_of(units, layout.PIECE)
+        self.params = dict(model.named_parameters())
+        self.state = {}
+        for shard in self.layout.shards:
+            for r, run in enumerate(shard.runs):
+                if run.trainable:
+                    self.state[shard.name, r] = tuple(torch.zeros(run.padded, dtype=DTYPES[d]) for _, d in run.mode.planes)
+                    if run.dtype == "fp16":
+                        self.state[shard.name, r][0].copy_(self._flat(run, lambda p: p.detach().float(), torch.float32))
+        self.sums = {}
+        self.step_count = 0
+
+    def _flat(self, run, value, dtype):
+        flat = torch.zeros(run.padded, dtype=dtype)
+        for p in run.params:
+            flat[p.offset : p.offset + p.numel] = value(self.params[p.name]).reshape(-1)
+        return flat
+
+    def backward(self, loss):
+        """Gradients of one backward, added to the step's: in fp32 if wide, else in the parameter's dtype."""
+        loss.backward()
+        for name, p in self.params.items():
+            if p.grad is not None:
+                g = p.grad.float() if self.wide else p.grad
+                self.sums[name] = self.sums[name] + g if name in self.sums else g.clone()
+                p.grad = None
+
+    def step(self):
+        """Returns the norm."""
+        self.step_count += 1
+        grads, sums = {}, []
+        for shard in self.layout.shards:
+            total = 0.0
+            for r, run in enumerate(shard.runs):
+                if run.trainable:
+                    dtype = DTYPES[run.grads_dtype(self.wide)]
+                    flat = torch.zeros(run.padded, dtype=dtype)
+                    for p in run.params:
+                        if p.name in self.sums:
+                            flat[p.offset : p.offset + p.numel] = self.sums[p.name].reshape(-1)
+                    grads[shard.name, r] = flat
+                    total = reference.sum_squares(flat[: run.numel], total)
+            sums.append(total)
+        norm = math.sqrt(math.fsum(sums))
+        scale = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
+        for shard in self.layout.shards:
+            for r, run in enumerate(shard.runs):
+                if not run.trainable:
+                    continue
+                weights = self._flat(run, lambda p: p.detach(), DTYPES[run.dtype])
+                for p in run.params:
+                    if p.name in self.sums:
+                        a, b = p.offset, p.offset + p.numel
+                        reference.adam(
+                            weights[a:b],
+                            tuple(s[a:b] for s in self.state[shard.name, r]),
+                            grads[shard.name, r][a:b],
+                            step=self.step_count,
+                            grad_scale=scale,
+                            **self.hyper,
+                        )
+                        with torch.no_grad():
+                            self.params[p.name].copy_(weights[a:b].view(p.shape))
+        self.sums = {}
+        return norm
+
+    def snapshot(self):
+        """(weights by name, state planes by (shard, run)) as copies."""
+        return {n: p.detach().clone() for n, p in self.params.items()}, {k: tuple(t.clone() for t in v) for k, v in self.state.items()}
+
+
+def engine_snapshot(engine):
+    """The same of an engine, read back through its records."""
+    engine.synchronize()
+    records, model = engine.memory.parts.records, engine.layout
+    weights = {k: v for k, v in engine.state_dict().items() if k in dict(engine.module.named_parameters())}
+    state = {}
+    for s, shard in enumerate(model.shards):
+        for r, run in enumerate(shard.runs):
+            if not run.trainable:
+                continue
+            planes = [[] for _ in run.mode.planes]
+            for chunk in model.chunks(s, r):
+                buffer = _aligned(chunk.length * run.mode.state_bytes)
+                records.read([((layout.STATE, s, r, chunk.index), buffer)])[0].wait()
+                at = 0
+                for plane, (_, dtype) in zip(planes, run.mode.planes):
+                    nbytes = chunk.length * layout.ITEMSIZE[dtype]
+                    plane.append(buffer[at : at + nbytes].view(DTYPES[dtype]).clone())
+                    at += nbytes
+            state[shard.name, r] = tuple(torch.cat(p) for p in planes)
+    return weights, state
+
+
+def _aligned(nbytes):
+    whole = torch.zeros(nbytes + 4096, dtype=torch.uint8)
+    start = -whole.data_ptr() % 4096
+    return whole[start : start + nbytes]
+
+
+def assert_same(a, b):
+    """Two snapshots have the same bits."""
+    for kind, x, y in zip(("weights", "state"), a, b):
+        assert x.keys() == y.keys(), f"{kind}: {x.keys() ^ y.keys()}"
+        for key in x:
+            for t, u in zip(x[key] if isinstance(x[key], tuple) else (x[key],), y[key] if isinstance(y[key], tuple) else (y[key],)):
+                assert t.dtype == u.dtype and torch.equal(t.contiguous().view(torch.uint8), u.contiguous().view(torch.uint8)), (
+                    f"{kind} of {key} differ: {(t.float() - u.float()).abs().max()}"
+                )

@@ -1,0 +1,469 @@
+"""The engine: conducts. No arithmetic and no I/O happens here; it decides when each shard moves, and in what order.
+
+One step, as the user sees it:  loss = engine(**batch).loss;  engine.backward(loss);  engine.step()
+
+    forward    each shard is fetched before its module runs, the next ones meanwhile; a step that is pending for a shard is
+               applied by its fetch
+    backward   in reverse, from recomputed blocks; each shard's grads are offloaded when its last call is over
+    step       the norm of all grads fixes one coefficient and a step is left pending on every shard (or was made under
+               backward, see stepping.py)
+    commit     once every shard of a step has been stepped and flushed, the store's manifest names the new versions
+
+[Note: what a reader waits for] A pending step is invisible: whoever reads weights (forward, save, commit, close) first has it
+applied. So the numbers are those of a step that blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zinf import memory, rng
+from zinf.checkpoint import export_safetensors
+from zinf.commit import Committer
+from zinf.config import Config
+from zinf.discover import discover, layout_of
+from zinf.errors import ConfigError, EngineError
+from zinf.optimizer import Optimizer, make_groups
+from zinf.placement import Tier
+from zinf.report import plan_lines, report, stats
+from zinf.schedule import Cycle, Phase, Use, training_cycle
+from zinf.shard import Shard, Unbound
+from zinf.stepping import Stepper, StepStats
+from zinf.streaming import stream
+
+log = logging.getLogger("zinf")
+
+COMMIT_EVERY_RESIDENT = 50  # steps between commits where state lives in host memory, since a commit then writes all of it
+
+
+class Engine:
+    """Trains `model` with its weights, grads and optimizer state in tiers, with the numbers of training in memory.
+
+    Args:
+        model: any nn.Module, materialised, or from zinf.from_pretrained (then its weights are in a store already).
+        config: a Config; keyword options override its fields.
+        param_groups: as for torch.optim, covering all trainable parameters; None puts them in one group.
+        resume: for a materialised model: go on from the last commit of the store that stands at nvme_path/run_name, and
+            ignore the model's own values.
+
+    Raises:
+        ConfigError, BudgetError, StoreError: before any work.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: Config | None = None, *, param_groups: Sequence[dict[str, Any]] | None = None, resume: bool = False, **options: Any
+    ):
+        self.config = config = dataclasses.replace(config, **options) if config is not None else Config(**options)
+        owner = getattr(model, "zinf_engine", None)
+        if owner is not None and owner() is not None:
+            raise EngineError(f"this {type(model).__name__} already has an engine: close it first")
+        self.module = model
+        self.extra: dict[str, Any] = {}
+        self.micro_batch_size = config.micro_batch_size
+        self.batch_size: int | None = None  # rows of the current forward's batch
+        self._origin = getattr(model, "zinf_origin", None)
+        self.step_mode = _choose_step_mode(config, self._origin is not None or bool(config.nvme_path))
+        self._units = discover(model, config.blocks, config.leaf_bytes)
+        self.layout = layout_of(self._units, config.chunk_size if self._origin is None else self._origin.chunk_size)
+        groups = make_groups(model, param_groups, config.weight_decay)
+        with contextlib.ExitStack() as stack:
+            self.memory = memory.build(self.layout, self._units, model, config, self.step_mode, stack, self._origin, resume)
+            self._shutdown = weakref.finalize(self, stack.pop_all().close)
+        self.shards, self.trace = self.memory.shards, self.memory.parts.trace
+        self.optimizer = Optimizer(self, groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay})
+        self._committer = Committer(self.memory.parts, self.shards)
+        self._stepper = Stepper(self.memory, self.optimizer, self._committer, config, self.step_mode, _weak(self._fetch))
+        self._train = Cycle(training_cycle(memory.guess_order(model, self._units)))
+        self._evaluate = Cycle(Use(Phase.EVALUATE, use.shard) for use in self._train.uses if use.phase is Phase.FORWARD)
+        self._now = self._train  # the cycle that the current pass follows
+        self._trained: list[Use] = []  # what was used since the current training cycle began
+        self._evaluated: list[Use] = []
+        self._error: BaseException | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._hook()
+        if self.memory.restored is not None:
+            self._restore(self.memory.restored)
+        model.zinf_engine = weakref.ref(self)  # type: ignore[assignment]
+
+    def _hook(self) -> None:
+        """Let the model compute from the shards."""
+        conductor = weakref.proxy(self)
+        for shard, unit in zip(self.shards, self._units, strict=True):
+            for i, (r, _, p) in enumerate(shard.params):
+                if shard.spec.runs[r].trainable:
+                    self._undo.append(p.register_post_accumulate_grad_hook(_taker(weakref.ref(self._stepper), shard, i)).remove)
+            for module in unit.modules:
+                self._undo.append(stream(module, shard, conductor, recompute=unit.block and self.config.recompute))
+            if shard is self.memory.root:
+                shard.fetch(self._train)
+                shard.wait_fetched()
+                shard.bind()
+            else:
+                shard.make_placeholders()
+        pre = self.module.register_forward_pre_hook(_weak(self._begin_forward), with_kwargs=True)
+        post = self.module.register_forward_hook(_weak(self._end_forward), always_call=True)
+        self._undo += [pre.remove, post.remove]
+
+    # -- what a training loop calls -----------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """loss.backward(). The loss is not scaled: divide it yourself when several backwards make a step."""
+        self._check_usable()
+        loss.backward()
+
+    def step(self, extra: dict[str, Any] | None = None) -> StepStats:
+        """Fix this step: norm, clipping, learning rates. Its arithmetic is done where nobody waits for it.
+
+        Args:
+            extra: plain JSON values to be committed with this step (a data position, say); they come back as `engine.extra`.
+
+        Raises:
+            EngineError: no backward since the last step.
+            NonFiniteError: more than `max_skipped_steps` steps in a row had gradients that are not finite.
+        """
+        self._check_usable()
+        self._learn()
+        with self._noting():
+            done = self._stepper.step()
+            if extra is not None:
+                self.extra = extra
+            every = self._commit_every
+            if not done.skipped and every and done.step % every == 0:
+                self._committer.ask(done.step, self._snapshot())
+            if self.memory.root is not None:
+                self._fetch(self.memory.root)
+            self._now = self._train
+            self._prefetch(self._train)
+            self._committer.make_if_applied()
+        return done
+
+    def zero_grad(self) -> None:
+        """Drop the grads summed since the last step."""
+        self._check_usable()
+        self._stepper.zero_grad()
+
+    def commit(self, extra: dict[str, Any] | None = None) -> None:
+        """Commit the state after the last step as soon as it is on NVMe; does not wait for that. See `step` for `extra`."""
+        self._check_usable()
+        if extra is not None:
+            self.extra = extra
+        with self._noting():
+            self._committer.ask(self.global_step, self._snapshot())
+
+    def synchronize(self) -> None:
+        """Apply every pending step, make the commit that was asked for, and wait until it is made."""
+        self._check_usable()
+        with self._noting():
+            self._stepper.apply_pending()
+            self._committer.make_if_applied()
+            self._committer.wait()
+            self.memory.parts.stepper.drain()
+
+    def train(self, mode: bool = True) -> Engine:
+        """model.train(mode)."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """model.eval()."""
+        return self.train(False)
+
+    @property
+    def global_step(self) -> int:
+        """Steps made, those before a resume included; skipped ones are not."""
+        return self._stepper.global_step
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed nothing since a gradient was not finite."""
+        return self._stepper.skipped_steps
+
+    # -- reading ------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gather(self, params: str | nn.Parameter | Sequence[str | nn.Parameter]) -> Iterator[None]:
+        """Have the values of `params` (names or parameters) in memory, for reading, within the block. Their whole shards come."""
+        self._check_usable()
+        wanted = {w if isinstance(w, str) else id(w) for w in ([params] if isinstance(params, (str, nn.Parameter)) else params)}
+        unknown = wanted - {key for s in self.shards for _, spec, p in s.params for key in (spec.name, id(p))}
+        if unknown:
+            raise KeyError(f"{', '.join(w if isinstance(w, str) else 'a parameter' for w in unknown)}: not of this engine's model")
+        found = [s for s in self.shards if any(spec.name in wanted or id(p) in wanted for _, spec, p in s.params)]
+        with contextlib.ExitStack() as stack:
+            for shard in found:
+                self._fetch(shard)
+                shard.wait_fetched()
+                shard.bind()
+                stack.callback(shard.unbind if shard is not self.memory.root else _release_root(shard))
+            yield
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All weights and buffers in memory, under the model's names. For models that fit; others use save_pretrained."""
+        out: dict[str, torch.Tensor] = {}
+        values: dict[int, torch.Tensor] = {}
+        for shard in self.shards:
+            with self.gather([p for *_, p in shard.params]):
+                for *_, p in shard.params:
+                    values[id(p)] = p.detach().cpu().clone()
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            out[name] = values[id(p)]
+        persistent = {name for name, b in self.module.named_buffers()} - _non_persistent(self.module)
+        out.update((name, b.detach().clone()) for name, b in self.module.named_buffers() if name in persistent)
+        return out
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000, dtype: str | None = None) -> None:
+        """Write a Hugging Face checkpoint of the weights as they are now, streamed: safetensors, config, tokenizer.
+
+        Args:
+            folder: made if missing; files of the same names are replaced.
+            max_shard_size: bytes in one file.
+            dtype: None for the weights' own; "fp32" for the full master.
+        """
+        self.synchronize()
+        names = self._origin.names if self._origin is not None else None
+        export_safetensors(folder, self.layout, self.memory.parts.records.read, names=names, max_shard_size=max_shard_size, dtype=dtype)
+        if self._origin is not None:
+            self._origin.save_extras(self.module, folder)
+        elif hasattr(self.module, "config") and hasattr(self.module.config, "save_pretrained"):
+            self.module.config.save_pretrained(folder)
+
+    def plan(self) -> list[str]:
+        """What goes where, in a few lines for people."""
+        return plan_lines(self)
+
+    def report(self) -> dict[str, Any]:
+        """What is really in use: backend, device, step mode, bytes of each tier."""
+        return report(self)
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since the engine was built: seconds by verb, seconds waited, NVMe bytes, steps."""
+        return stats(self)
+
+    # -- end ----------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Apply and commit what is pending, then stop every thread and free every byte. Idempotent."""
+        if not self._shutdown.alive:
+            return
+        try:
+            if self._error is None:
+                self._committer.ask(self.global_step, self._snapshot())
+                self.synchronize()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        if self.memory.root is not None and self._shutdown.alive:
+            self.memory.root.unbind()
+        self._shutdown()
+        self.module.zinf_engine = None  # type: ignore[assignment]
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        elif self._shutdown.alive:
+            self._release()
+
+    # -- conducting: called from the model's forward and backward -------------------------------------------------------------
+
+    def use(self, phase: Phase, shard: Shard) -> None:
+        """Compute is about to use `shard`: have its newest weights in the slab, and start fetching what comes next."""
+        self._check_usable()
+        use = Use(phase, shard.index)
+        cycle = self._evaluate if phase is Phase.EVALUATE else self._train
+        (self._evaluated if phase is Phase.EVALUATE else self._trained).append(use)
+        self._now = cycle
+        slabs = self.memory.parts.slabs
+        with self._noting():
+            self._fetch(shard)
+            if not cycle.advance(use):
+                self.trace.count("misses")
+            slabs.pin(shard)
+            try:
+                self._prefetch(cycle)
+                shard.wait_fetched()
+            finally:
+                slabs.unpin(shard)
+
+    def call_over(self, shard: Shard) -> None:
+        """A call's backward is over."""
+        with self._noting():
+            self._stepper.call_over(shard)
+
+    def in_backward(self) -> None:
+        """A backward is running."""
+        self._stepper.in_backward()
+
+    def _fetch(self, shard: Shard, before: int | None = None) -> bool:
+        """Start a fetch along the current cycle. The last one that applies a step lets the commit follow."""
+        pending = shard.pending is not None
+        started = shard.fetch(self._now, before)
+        if started and pending:
+            self._committer.make_if_applied()
+        return started
+
+    def _prefetch(self, cycle: Cycle) -> None:
+        for index in cycle.upcoming(self.memory.lookahead):
+            if not self._fetch(self.shards[index], before=index):
+                break
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._check_usable()
+        if torch.is_grad_enabled():
+            if self._trained and self._trained[-1].phase is Phase.BACKWARD:
+                self._learn()
+            kwargs = _without_cache(module, kwargs)
+        else:
+            self._evaluated = []
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.dim()]
+        self.batch_size = tensors[0].shape[0] if tensors else None
+        root = self.memory.root
+        if root is not None:
+            with self._noting():
+                self._fetch(root)
+                root.wait_fetched()
+        return args, kwargs
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._evaluated and not torch.is_grad_enabled():
+            self._evaluate.replace(self._evaluated)
+            self._evaluated = []
+
+    def _learn(self) -> None:
+        """What was used since the last cycle began is the cycle from now on."""
+        if self._trained:
+            self._train.replace(self._trained)
+            self._trained = []
+
+    # -- state --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _commit_every(self) -> int:
+        if self.config.commit_every is not None:
+            return self.config.commit_every
+        resident = any(t is not Tier.NVME for i, t in enumerate(self.memory.plan.state) if self.shards[i] is not self.memory.root)
+        return COMMIT_EVERY_RESIDENT if resident else 1
+
+    def _snapshot(self) -> dict[str, Any]:
+        """All that a resumed engine needs beyond the records, as of the last step."""
+        groups = [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in self.optimizer.param_groups]
+        return {"engine": {**self._stepper.state(), "groups": groups, "rng": rng.capture()}, "user": self.extra}
+
+    def _restore(self, committed: dict[str, Any]) -> None:
+        self.extra = committed.get("user", {})
+        state = committed.get("engine")
+        if state is None:
+            return  # imported, never trained
+        self._stepper.load_state(state)
+        if len(state["groups"]) != len(self.optimizer.param_groups):
+            raise ConfigError(
+                f"the store was trained with {len(state['groups'])} parameter groups, and {len(self.optimizer.param_groups)} are given: use the same groups"
+            )
+        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        self._rng = state["rng"]
+
+    def restore_rng(self) -> None:
+        """Set the random number generators of python, numpy and torch to the resumed commit's. No-op if nothing was resumed."""
+        if getattr(self, "_rng", None) is not None:
+            rng.restore(self._rng)
+
+    def _check_usable(self) -> None:
+        if not self._shutdown.alive:
+            raise EngineError("the engine is closed: build a new one (and pass resume=True to go on from its store)")
+        if self._error is not None:
+            raise EngineError(f"the engine stopped at an error ({self._error}): close it, and go on from the last commit") from self._error
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """An error of the tiers leaves a step half done: remember it, so that nothing is computed from it."""
+        try:
+            yield
+        except (OSError, MemoryError) as error:
+            self._error = error
+            raise
+
+
+def _choose_step_mode(config: Config, on_nvme: bool) -> str:
+    """`backward` where every step can be undone if a late gradient is not finite, and nothing needs the norm first."""
+    if config.step_mode == "backward" and config.max_grad_norm is not None:
+        raise ConfigError("step_mode is backward, but max_grad_norm needs all grads before the first step: leave step_mode to auto, or unset max_grad_norm")
+    if config.step_mode != "auto":
+        return config.step_mode
+    undoable = on_nvme and config.state == "nvme" and config.weights in ("auto", "nvme") and config.crash_safe and config.commit_every in (None, 1)
+    return "backward" if undoable and config.max_grad_norm is None else "deferred"
+
+
+def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Training keeps no KV cache: recompute would fill it twice and silently change gradients."""
+    if not module.training or getattr(getattr(module, "config", None), "use_cache", None) is None:
+        return kwargs
+    if kwargs.get("use_cache"):
+        raise EngineError(
+            "use_cache=True in training: recompute would fill the cache twice and change gradients; pass use_cache=False, or generate under torch.no_grad()"
+        )
+    return {**kwargs, "use_cache": False}
+
+
+def _non_persistent(model: nn.Module) -> set[str]:
+    return {f"{name}.{b}" if name else b for name, m in model.named_modules() for b in m._non_persistent_buffers_set}
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, type(None))) or (isinstance(value, (list, tuple)) and all(map(_plain, value)))
+
+
+def _release_root(shard: Shard) -> Callable[[], None]:
+    """The root stays bound: undo one bind without touching the parameters."""
+
+    def release() -> None:
+        with shard.parts.slabs.cond:
+            shard.pins -= 1
+            shard.computing -= 1
+
+    return release
+
+
+def _weak(method: Any) -> Callable[..., Any]:
+    """The bound method, without keeping its object alive; a call after the object's death does nothing."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = ref()
+        return bound(*args, **kwargs) if bound is not None else None
+
+    return call
+
+
+def _taker(stepper: weakref.ref[Stepper], shard: Shard, i: int) -> Callable[[nn.Parameter], None]:
+    index = shard.index
+
+    def take(p: nn.Parameter) -> None:
+        owner = stepper()
+        if owner is not None:
+            owner.take(owner.shards[index], i, p)
+
+    return take
+
+
+__all__ = ["Engine", "StepStats", "Unbound"]

@@ -1,0 +1,225 @@
+"""Where gradients are summed, and where they wait for their step.
+
+Two buffers for a shard, both in the layout of its trainable runs:
+
+    pass   the sum over one backward: over the calls of the shard in it (micro-batches, users of a tied weight), on the device
+    host   the sum over the backwards of one step, in host memory
+
+Where compute reads host memory, both have the same dtype and it is the first backward, the pass lands in the host buffer
+itself and nothing is copied. The order of additions is fixed (calls as backward makes them, then passes), so every device and
+every placement gives the same bits.
+
+A parameter that got no gradient in any backward of the step is not `seen`: its elements are zero for the norm, and the step
+leaves it alone, as torch's optimizers leave a parameter whose grad is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zinf.layout import PARAM_ALIGN, round_up
+from zinf.placement import Plan
+from zinf.shard import DTYPES, Shard
+from zinf.tiers.device import DONE, Event
+from zinf.tiers.host import Arena, Slot, Slots
+from zinf.trace import Verb
+
+
+class ShardGrads:
+    """The gradients of one shard."""
+
+    def __init__(self, shard: Shard, lender: Grads, own_host: torch.Tensor | None, own_pass: torch.Tensor | None):
+        self.shard, self._lender = shard, lender
+        self.trainable = [i for i, (r, *_) in enumerate(shard.params) if shard.spec.runs[r].trainable]
+        self.waiting = False  # the host buffer holds the sum of at least one backward
+        self.assigned = False  # a step has been given these grads and has not read them all yet
+        self.seen = [False] * len(shard.params)  # in this step
+        self.counts = [0] * len(shard.params)  # contributions in this backward
+        self.arrived: Event = DONE  # the last pass has been added in host memory
+        self._own_host, self._own_pass = own_host, own_pass
+        self._host: torch.Tensor | None = None
+        self._host_slot: Slot | None = None
+        self._pass: torch.Tensor | None = None
+        self._pass_slot: Slot | _Lent | None = None
+        self._views: dict[int, list[torch.Tensor | None]] = {}  # of own buffers, by address: they never change
+
+    @property
+    def open(self) -> bool:
+        """Has the current backward made a gradient?"""
+        return self._pass is not None
+
+    def take(self, i: int, grad: torch.Tensor) -> None:
+        """Add one contribution to parameter `i` (index into shard.params); `grad` has the parameter's shape."""
+        if self._pass is None:
+            self._open()
+        view = self._pass_views[i]
+        assert view is not None
+        if self.counts[i]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        self.counts[i] += 1
+
+    def close(self) -> Event:
+        """The backward is over for this shard: add its pass to the host's sum. The event: the sum is in host memory."""
+        assert self._pass is not None
+        for i in self.trainable:
+            if not self.counts[i]:
+                self._pass_views[i].zero_()  # type: ignore[union-attr]
+            else:
+                self.seen[i] = True
+            self.counts[i] = 0
+        buffer, self._pass = self._pass, None
+        with self.shard.parts.trace.span(Verb.OFFLOAD, self.shard.index):
+            self.arrived = DONE if buffer is self._host else self._merge(buffer)
+        self.waiting = True
+        return self.arrived
+
+    def drop(self) -> None:
+        """Forget what was summed: the step was skipped, done, or abandoned."""
+        self.arrived.wait()
+        if self._pass_slot is not None:
+            self._pass_slot.release()
+            self._pass_slot = None
+        self._pass = None
+        self.counts = [0] * len(self.counts)
+        self.release()
+
+    def release(self) -> None:
+        """The step has read the grads."""
+        self.waiting = self.assigned = False
+        self.seen = [False] * len(self.seen)
+        self.shard.grads = [None] * len(self.shard.spec.runs)
+        self._host = None
+        if self._host_slot is not None:
+            self._host_slot.release()
+            self._host_slot = None
+
+    def _open(self) -> None:
+        self.arrived.wait()
+        lender = self._lender
+        if not self.waiting:
+            self._lend_host()
+        if not self.waiting and lender.lands_in_host:
+            self._pass = self._host
+        elif self._own_pass is not None:
+            self._pass = self._own_pass
+        else:
+            self._pass, self._pass_slot = lender.lend_pass(self.shard)
+        assert self._pass is not None
+        own = self._pass_slot is None
+        key = self._pass.data_ptr()
+        if own and key in self._views:
+            self._pass_views = self._views[key]
+            return
+        flats = lender.flats(self.shard, self._pass, lender.pass_wide)
+        for flat, run in zip(flats, self.shard.spec.runs, strict=True):
+            for a, b in run.gaps() if flat is not None else ():
+                flat[a : min(b, round_up(run.numel, PARAM_ALIGN))].zero_()  # type: ignore[index]
+        self._pass_views = [None if flats[r] is None else flats[r][p.offset : p.offset + p.numel].view(p.shape) for r, p, _ in self.shard.params]  # type: ignore[index]
+        if own:
+            self._views[key] = self._pass_views
+
+    def _lend_host(self) -> None:
+        if self._own_host is not None:
+            self._host = self._own_host
+        else:
+            self._host, self._host_slot = self._lender.lend_host(self.shard)
+        self.shard.grads = self._lender.flats(self.shard, self._host, self._lender.host_wide)
+
+    def _merge(self, buffer: torch.Tensor) -> Event:
+        """Bring the pass in `buffer` to host memory and add it to the host's sum."""
+        lender, device = self._lender, self.shard.parts.device
+        first, slot = not self.waiting, self._pass_slot
+        self._pass_slot = None
+        nbytes = self.shard.spec.grads_nbytes(lender.pass_wide)
+        host = self.shard.grads
+        if first and lender.pass_wide == lender.host_wide:
+            assert self._host is not None
+            return device.offload(buffer[:nbytes], self._host[:nbytes], slot.release if slot is not None else None)
+        target = buffer if device.direct else lender.staging
+        assert target is not None
+        arrived = lender.flats(self.shard, target, lender.pass_wide)
+
+        def add() -> None:
+            for run, mine, sum_ in zip(self.shard.spec.runs, arrived, host, strict=True):
+                if mine is not None and sum_ is not None:
+                    a, b = sum_[: run.numel], mine[: run.numel]
+                    a.copy_(b) if first else a.add_(b)
+            if slot is not None:
+                slot.release()
+
+        return device.offload(buffer[:nbytes], target[:nbytes], add)
+
+
+class Grads:
+    """All gradients of an engine, and the buffers that shards share."""
+
+    def __init__(self, shards: Sequence[Shard], plan: Plan, arena: Arena | None, host_wide: bool, pass_wide: bool, pinned: Sequence[int]):
+        self.host_wide, self.pass_wide = host_wide, pass_wide
+        parts = shards[0].parts
+        self.lands_in_host = plan.pass_buffers == 0
+        self.staging: torch.Tensor | None = None
+        self._host_slots: Slots | None = None
+        trainable = [s for s in shards if s.spec.trainable]
+        pass_nbytes = max((s.spec.grads_nbytes(pass_wide) for s in trainable if s.index not in pinned), default=0)
+        if plan.grad_buffers and trainable and arena is not None:
+            shared = [s.spec.grads_nbytes(host_wide) for s in trainable if s.index not in pinned]
+            if shared:
+                self._host_slots = arena.slots(plan.grad_buffers, max(shared), "grads")
+        if plan.grads_staging and arena is not None:
+            self.staging = arena.carve(plan.grads_staging, "arriving grads")
+        self.of: list[ShardGrads] = []
+        for s in shards:
+            own_host = own_pass = None
+            if s.spec.trainable:
+                if arena is not None and (not plan.grad_buffers or s.index in pinned):
+                    own_host = arena.carve(s.spec.grads_nbytes(host_wide), f"grads of {s.name}")
+                if plan.pass_buffers and s.index in pinned:
+                    own_pass = parts.device.alloc(s.spec.grads_nbytes(pass_wide), f"grads of {s.name} in one backward").zero_()
+            grads = ShardGrads(s, self, own_host, own_pass)
+            s.release_grads = grads.release  # type: ignore[method-assign]
+            self.of.append(grads)
+        self._pass_slots = _Pool([parts.device.alloc(pass_nbytes, "grads of one backward") for _ in range(plan.pass_buffers if pass_nbytes else 0)])
+
+    def lend_host(self, shard: Shard) -> tuple[torch.Tensor, Slot]:
+        assert self._host_slots is not None
+        with shard.parts.trace.wait(Verb.STEP):
+            slot = self._host_slots.acquire()
+        return slot.buffer, slot
+
+    def lend_pass(self, shard: Shard) -> tuple[torch.Tensor, _Lent | None]:
+        """A device buffer for one backward's grads; beyond those that were planned, one more is allocated, and counted."""
+        slot = self._pass_slots.acquire()
+        if slot is None:
+            shard.parts.trace.count("grad buffers beyond the plan")
+            return torch.empty(shard.spec.grads_nbytes(self.pass_wide), dtype=torch.uint8), None
+        return slot.buffer, slot
+
+    def flats(self, shard: Shard, buffer: torch.Tensor, wide: bool) -> list[torch.Tensor | None]:
+        """For each run its grads in `buffer` as a flat tensor; None for a frozen run."""
+        out: list[torch.Tensor | None] = []
+        for r, run in enumerate(shard.spec.runs):
+            start = shard.spec.grads_offset(r, wide)
+            out.append(buffer[start : start + run.grads_nbytes(wide)].view(DTYPES[run.grads_dtype(wide)]) if run.trainable else None)
+        return out
+
+
+class _Pool:
+    """Buffers that are lent without ever waiting."""
+
+    def __init__(self, buffers: list[torch.Tensor]):
+        self._free = buffers
+
+    def acquire(self) -> _Lent | None:
+        return _Lent(self._free.pop(), self) if self._free else None
+
+
+class _Lent:
+    def __init__(self, buffer: torch.Tensor, pool: _Pool):
+        self.buffer, self._pool = buffer, pool
+
+    def release(self) -> None:
+        self._pool._free.append(self.buffer)

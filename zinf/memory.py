@@ -1,0 +1,178 @@
+"""Builds what an engine stands on: the plan, the I/O engine, the store, arenas, slabs, shards. In that order, undone in reverse.
+
+Everything that an engine will ever allocate is allocated here, after the plan said that it fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from zinf import layout, ops, placement
+from zinf.aio import IoEngine, open_engine
+from zinf.checkpoint import ModuleSource, import_tensors
+from zinf.config import Config
+from zinf.discover import Unit
+from zinf.errors import ConfigError
+from zinf.grads import Grads
+from zinf.pipeline import Pipeline
+from zinf.placement import Plan, Request, Tier
+from zinf.shard import Parts, Shard
+from zinf.slabs import Slab, Slabs
+from zinf.tiers.device import Device, open_device
+from zinf.tiers.host import Arena
+from zinf.tiers.nvme import Store
+from zinf.tiers.records import Records
+from zinf.trace import Trace, Verb
+
+log = logging.getLogger("zinf")
+
+STATE_SLOTS = 8  # chunks of state in flight: enough to read, step and write at once, with a few ahead
+LOOKAHEAD = 2  # shards fetched ahead of the one that computes
+
+
+class Origin(Protocol):
+    """How a model that was streamed into a store says where it is (zinf.hf.loading)."""
+
+    paths: Sequence[str]
+
+
+@dataclasses.dataclass
+class Memory:
+    """An engine's tiers."""
+
+    plan: Plan
+    parts: Parts
+    shards: list[Shard]
+    grads: Grads
+    root: Shard | None
+    io: IoEngine | None
+    lookahead: int
+    restored: dict[str, Any] | None  # what the last commit of the store says, if it was there before
+
+
+def guess_order(module: nn.Module, units: Sequence[Unit]) -> list[int]:
+    """The order of a forward before one was seen: that of registration. The root has no place in it."""
+    index = {id(m): i for i, unit in enumerate(units) for m in unit.modules}
+    return [index[id(m)] for m in module.modules() if id(m) in index]
+
+
+def request(config: Config, on_nvme: bool, direct: bool, mode: str) -> Request:
+    """What the planner is asked for."""
+    several = config.gradient_accumulation_steps > 1 or config.micro_batch_size is not None
+    wide = config.grad_accum_dtype == "fp32" or (config.grad_accum_dtype == "auto" and several)
+    return Request(
+        host_memory=config.host_memory,
+        device_memory=config.device_memory,
+        weights=config.weights,
+        state=config.state,
+        on_nvme=on_nvme,
+        direct=direct,
+        grads_wide=wide,
+        pass_wide=wide and config.micro_batch_size is not None,
+        grads_wait=mode == "deferred" or config.gradient_accumulation_steps > 1,
+        lookahead=LOOKAHEAD,
+        state_slots=STATE_SLOTS,
+    )
+
+
+def store_paths(config: Config) -> list[str]:
+    """The store's directory on each path of the config."""
+    return [os.path.join(path, config.run_name) for path in config.nvme_path]
+
+
+def build(
+    model: layout.Model, units: Sequence[Unit], module: nn.Module, config: Config, mode: str, stack: contextlib.ExitStack, origin: Origin | None, resume: bool
+) -> Memory:
+    """Everything below the engine. `stack` closes it all, also when this raises half way."""
+    for key in ("grads", "activations"):
+        if getattr(config, key) not in ("auto", "host", "device"):
+            raise ConfigError(f"{key} cannot be placed on {getattr(config, key)} in this version: leave it to auto")
+    root_index = next((i for i, u in enumerate(units) if not u.modules), None)
+    pinned = [i for i, u in enumerate(units) if len(u.modules) > 1]
+    paths = list(origin.paths) if origin is not None else store_paths(config)
+    io: IoEngine | None = None
+    if paths:
+        io = open_engine(config.backend, block_size=config.block_size, queue_depth=config.queue_depth, threads=config.io_threads)
+        stack.callback(io.close)
+    device = open_device(config.device, io)
+    stack.callback(device.close)
+    plan = placement.plan(model, request(config, bool(paths), device.direct, mode), root_index, pinned)
+    poison = config.debug or device.name == "sim"
+    store, restored = _open_store(paths, model, config, io, stack, origin is not None or resume)
+    arena = None
+    if plan.host_nbytes:
+        arena = Arena(plan.host_nbytes, io, poison=poison)
+        stack.callback(arena.close)
+    device.reserve(plan.device_nbytes)
+    records = Records(model, plan, arena, store, device.direct)
+    trace = Trace(record=config.trace)
+    slabs = Slabs(plan.slabs, device, trace, poison)
+    parts = _parts(plan, config, device, records, slabs, arena, trace, stack)
+    shards = []
+    params = {name: p for unit in units for name, p in unit.params}
+    for i, spec in enumerate(model.shards):
+        slab = None
+        if plan.weights[i] is Tier.DEVICE:
+            slab = Slab(device.alloc(spec.weights_nbytes, f"weights of {spec.name}"), -3 - i)
+            if device.direct:
+                records.adopt_weights(i, slab.buffer)
+        shards.append(Shard(i, spec, params, parts, slab))
+    own = [i for i in (*pinned, root_index) if i is not None]
+    req = request(config, bool(paths), device.direct, mode)
+    grads = Grads(shards, plan, arena, req.grads_wide, req.pass_wide, own)
+    _fill(model, module, records, store, restored is not None, trace)
+    for shard in shards:
+        shard.valid = shard.resident and device.direct
+    return Memory(plan, parts, shards, grads, shards[root_index] if root_index is not None else None, io, LOOKAHEAD, restored)
+
+
+def _open_store(
+    paths: Sequence[str], model: layout.Model, config: Config, io: IoEngine | None, stack: contextlib.ExitStack, reopen: bool
+) -> tuple[Store | None, dict[str, Any] | None]:
+    if not paths:
+        return None, None
+    assert io is not None
+    if reopen:
+        store = Store.open(paths, io, verify=config.verify, expect=model)
+        restored: dict[str, Any] | None = store.extra
+    else:
+        for path in config.nvme_path:
+            os.makedirs(path, exist_ok=True)
+        store = Store.create(paths, model, io, crash_safe=config.crash_safe, verify=config.verify)
+        restored = None
+    stack.callback(store.close)
+    return store, restored
+
+
+def _parts(plan: Plan, config: Config, device: Device, records: Records, slabs: Slabs, arena: Arena | None, trace: Trace, stack: contextlib.ExitStack) -> Parts:
+    pool = ops.Pool(config.cpu_threads)
+    stack.callback(pool.close)
+    fetcher, stepper = Pipeline("zinf-fetch"), Pipeline("zinf-step")
+    stack.callback(fetcher.close)
+    stack.callback(stepper.close)
+    state_slots = arena.slots(plan.state_slots, plan.state_slot_nbytes, "state in flight") if plan.state_slots and arena is not None else None
+    weights_slots = {}
+    if plan.weights_slots and arena is not None:
+        for pipeline in (fetcher, stepper):
+            weights_slots[pipeline] = arena.slots(plan.weights_slots // 2, plan.weights_slot_nbytes, "weights in flight")
+    return Parts(device, records, slabs, fetcher, stepper, state_slots, weights_slots, pool, trace)
+
+
+def _fill(model: layout.Model, module: nn.Module, records: Records, store: Store | None, restored: bool, trace: Trace) -> None:
+    """Fill the records: from the store that was there, or from the module's own parameters."""
+    if restored:
+        records.load_homes()
+        return
+    with trace.span(Verb.IMPORT, -1):
+        import_tensors(model, ModuleSource(module), records.write)
+        if store is not None:
+            records.dirty_all()
+            records.flush()
+            store.commit(0, {})

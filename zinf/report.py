@@ -1,0 +1,82 @@
+"""What an engine says of itself: the plan for people, what is really in use, and totals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from zinf.placement import Tier, human
+
+if TYPE_CHECKING:
+    from zinf.engine import Engine
+
+
+def _where(engine: Engine, kind: str) -> str:
+    """ "all on nvme", or the bytes of each tier."""
+    tiers: Counter[Tier] = Counter()
+    for i, spec in enumerate(engine.layout.shards):
+        nbytes = spec.weights_nbytes if kind == "weights" else spec.state_nbytes
+        tiers[getattr(engine.memory.plan, kind)[i]] += nbytes
+    names = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.NVME: "NVMe"}
+    return ", ".join(f"{human(n)} on {names[t]}" for t, n in sorted(tiers.items(), key=lambda kv: -kv[1]) if n)
+
+
+def plan_lines(engine: Engine) -> list[str]:
+    """What goes where, in a few lines."""
+    plan, config = engine.memory.plan, engine.config
+    store = engine.memory.parts.records.store
+    trainable = sum(p.numel for s in engine.layout.shards for r in s.runs if r.trainable for p in r.params)
+    dtypes = "/".join(dict.fromkeys(r.dtype for s in engine.layout.shards for r in s.runs))
+    budget = {"host": config.host_memory, "device": config.device_memory}
+    lines = [
+        f"model    {engine.layout.numel / 1e6:.1f} M parameters ({trainable / 1e6:.1f} M trained, {dtypes}) in {len(engine.shards)} shards, largest {human(max(s.weights_nbytes for s in engine.layout.shards))}",
+        f"weights  {_where(engine, 'weights')}",
+        f"state    {_where(engine, 'state')}",
+    ]
+    for tier, parts, total in (("device", plan.device, plan.device_nbytes), ("host", plan.host, plan.host_nbytes)):
+        most = budget[tier]
+        limit = f" of {human(most)}" if most is not None else ""
+        lines.append(f"{tier:<8} {human(total)}{limit}: {', '.join(f'{name} {human(n)}' for name, n in parts.items())}")
+    if store is not None:
+        lines.append(
+            f"NVMe     {human(store.stats()['allocated'])} in {', '.join(store.paths)}; {'two versions of each chunk' if config.crash_safe else 'one version: not crash safe'}"
+        )
+    backend = f", I/O by {engine.memory.io.name}" if engine.memory.io is not None else ""
+    how = "under the next forward" if engine.step_mode == "deferred" else "under backward"
+    lines.append(f"step     {config.optimizer}, {how}; device {engine.memory.parts.device.name}{backend}")
+    return lines
+
+
+def report(engine: Engine) -> dict[str, Any]:
+    """What is really in use."""
+    plan, records = engine.memory.plan, engine.memory.parts.records
+    return {
+        "device": engine.memory.parts.device.name,
+        "step_mode": engine.step_mode,
+        "shards": len(engine.shards),
+        "parameters": engine.layout.numel,
+        "host_bytes": dict(plan.host),
+        "device_bytes": dict(plan.device),
+        "weights": [t.value for t in plan.weights],
+        "state": [t.value for t in plan.state],
+        "slabs": [{"bytes": c.nbytes, "count": c.count, "shards": len(c.members)} for c in plan.slabs],
+        "io": engine.memory.io.report() if engine.memory.io is not None else None,
+        "store": records.store.paths if records.store is not None else None,
+        "misses": engine._train.misses,
+    }
+
+
+def stats(engine: Engine) -> dict[str, Any]:
+    """Totals since the engine was built. `seconds` is how long a verb was under way, `waited` how long compute stood still for it."""
+    trace, io = engine.trace, engine.memory.io
+    moved = io.stats() if io is not None else {"bytes_read": 0, "bytes_written": 0}
+    return {
+        "seconds": {verb.value: s for verb, s in trace.busy.items()},
+        "waited": {verb.value: s for verb, s in trace.waited.items()},
+        "counts": dict(trace.counts),
+        "bytes_read": moved["bytes_read"],
+        "bytes_written": moved["bytes_written"],
+        "steps": engine.global_step,
+        "skipped_steps": engine.skipped_steps,
+        "params": engine.layout.numel,
+    }

@@ -1,0 +1,495 @@
+"""Shard: the parameters that move together, and the verbs that move them.
+
+Where a shard's weights are, at any time:
+
+    record   on NVMe (the store), or at home in host memory; always the newest once a step has been flushed
+    slab     a device buffer, while `slab` is set and `valid`; compute reads it through views bound to the parameters
+    nowhere  between uses: the parameters then are expanded one-element placeholders of true shape and dtype, and reading one
+             raises EngineError
+
+Who does what: the thread that computes calls `fetch` (take a slab, submit a job), `wait_fetched`, `bind`, `unbind`; the
+pipeline's thread runs the job's items: read, step, upload, write. A step that is `pending` is applied by the very fetch that
+brings the weights to compute, so weights cross once for both.
+
+[Note: one accumulator per call] A parameter's AccumulateGrad node is kept by the graphs that use it. `unbind` briefly gives
+the parameter data of another dtype, which makes autograd drop its reference to the node, so the next call gets a node of its
+own. The gradient of a call (a micro-batch, one user of a tied weight) then arrives when that call's backward is over, not when
+the last one's is, and zinf adds them up itself, in the dtype it chooses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zinf import layout, ops
+from zinf.errors import EngineError
+from zinf.layout import STATE, WEIGHTS, Chunk, Key
+from zinf.pipeline import Job, Pipeline
+from zinf.schedule import Cycle
+from zinf.slabs import Slab, Slabs
+from zinf.tiers.device import DONE, Device, Event
+from zinf.tiers.host import Slot, Slots
+from zinf.tiers.records import Records
+from zinf.trace import Trace, Verb
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyper:
+    """Hyperparameters of one parameter group, as of one step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Elements [start, end) of a run that are stepped alike; `step` counts from 1 (bias correction)."""
+
+    start: int
+    end: int
+    hyper: Hyper
+    step: int
+
+
+@dataclasses.dataclass
+class StepSpec:
+    """One shard's step: what multiplies its grads, and the segments of each run. A run without segments is left alone.
+
+    `gate` runs on the stepping thread before anything is changed, and raises if the step must not be made.
+    """
+
+    scale: float
+    segments: list[list[Segment]]
+    gate: Callable[[], None] | None = None
+
+
+@dataclasses.dataclass
+class Parts:
+    """What all shards of an engine share."""
+
+    device: Device
+    records: Records
+    slabs: Slabs
+    fetcher: Pipeline  # fetches without a step, norms
+    stepper: Pipeline  # fetches with a step, commits
+    state_slots: Slots | None
+    weights_slots: dict[Pipeline, Slots]  # only where compute does not read host memory
+    pool: ops.Pool
+    trace: Trace
+
+
+class Unbound(nn.Parameter):
+    """What a parameter is between its uses: metadata only. Anything that would read values raises."""
+
+    zinf_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Sequence = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            name = f"{func.__self__.__name__}.{name}"  # type: ignore[attr-defined]
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name == "__repr__":
+            p = args[0]
+            return f"Parameter {p.zinf_name} of shape {tuple(p.shape)}, {p.dtype}, streamed"
+        owner = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Unbound)), None)
+        which = owner.zinf_name if owner is not None else "a parameter"
+        raise EngineError(
+            f"{which} was used ({name.removesuffix('.__get__')}) outside its shard's forward, where its values are not in memory: "
+            f"read it under engine.gather({which!r}), or save through engine.save_pretrained or engine.state_dict"
+        )
+
+
+_METADATA = frozenset(
+    [f"{a}.__get__" for a in "shape dtype device layout requires_grad is_leaf grad grad_fn ndim is_cuda is_meta is_sparse is_quantized is_nested is_mkldnn is_xla is_cpu is_mps is_xpu itemsize nbytes output_nr retains_grad names _backward_hooks _post_accumulate_grad_hooks _grad _version is_mtia is_ipu is_vulkan is_maia is_sparse_csr".split()]
+    + ["requires_grad.__set__", "grad.__set__", "_grad.__set__", "_post_accumulate_grad_hooks.__set__", "_backward_hooks.__set__"]
+    + "size numel dim ndimension nelement element_size stride storage_offset is_contiguous is_floating_point is_complex is_signed is_inference is_same_size "
+    "get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__ untyped_storage data_ptr is_shared is_pinned has_names is_set_to".split()
+)  # fmt: skip
+
+
+class Shard:
+    """One shard at run time."""
+
+    def __init__(self, index: int, spec: layout.Shard, params: dict[str, nn.Parameter], parts: Parts, slab: Slab | None):
+        self.index, self.spec, self.name = index, spec, spec.name
+        self.params: list[tuple[int, layout.Param, nn.Parameter]] = [(r, p, params[p.name]) for r, run in enumerate(spec.runs) for p in run.params]
+        self.parts = parts
+        self.resident = slab is not None  # holds its slab for good
+        self.slab, self.valid = slab, False
+        self.pins = 0  # reasons not to evict; guarded by slabs.cond
+        self.computing = 0  # bound by this many computations
+        self.pending: StepSpec | None = None
+        self.grads: list[torch.Tensor | None] = []  # flat grads of each run in host memory, while a step may need them
+        self.job: Job | None = None
+        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()  # calls with a graph (streaming.Call), until their graph dies
+        self._uploads: list[Event] = []
+        self._views: tuple[int, list[torch.Tensor]] = (-2, [])  # of the slab with this index
+        self._placeholders = [_placeholders(DTYPES[spec.runs[r].dtype], p.shape) for r, p, _ in self.params]
+        self._classes = [type(p) for *_, p in self.params]
+        for _, spec_p, p in self.params:
+            p.zinf_name = spec_p.name  # type: ignore[attr-defined]
+
+    # -- fetch ----------------------------------------------------------------------------------------------------------
+
+    def fetch(self, cycle: Cycle, before: int | None = None) -> bool:
+        """Start bringing the newest weights into a slab, stepping them first if a step is pending.
+
+        With `before` this is a prefetch: False if no slab can be had without evicting what is used sooner. No-op (True) if
+        the slab is valid or coming and nothing is pending.
+        """
+        home = self.parts.records.weights(self.index)
+        if self.pending is None and (self.valid or (self.slab is None and home is not None and self.parts.device.direct)):
+            return True
+        if self.job is not None and not self.job.over:
+            if before is not None:
+                return False  # its last flush still reads the slab: come back later
+            with self.parts.trace.wait(Verb.FLUSH):
+                self.job.wait_over()
+        needs_slab = not (home is not None and self.parts.device.direct)
+        if needs_slab and self.slab is None and not self.parts.slabs.take(self, cycle, before):
+            return False
+        spec, self.pending = self.pending, None
+        had_weights, self.valid = self.valid, True
+        self._uploads = []
+        pipeline = self.parts.stepper if spec is not None else self.parts.fetcher
+        self.parts.slabs.pin(self)
+
+        self.job = pipeline.submit(
+            Job(
+                self._items(spec, had_weights, pipeline),
+                f"fetch {self.name}",
+                on_ready=self.release_grads if spec is not None else None,  # the last chunk was stepped
+                on_over=lambda: self.parts.slabs.unpin(self),
+            )
+        )
+        return True
+
+    def wait_fetched(self) -> None:
+        """Until compute may read the slab. Raises what the fetch raised; the shard is then without valid weights."""
+        if self.job is None:
+            return
+        if not self.job.ready:
+            with self.parts.trace.wait(Verb.FETCH):
+                self.job.wait()
+        if self.job.error is not None:
+            self.valid = False
+            raise self.job.error
+        for event in self._uploads:
+            if not event.done():
+                with self.parts.trace.wait(Verb.UPLOAD):
+                    self.parts.device.wait(event)
+
+    def _items(self, spec: StepSpec | None, had_weights: bool, pipeline: Pipeline) -> Iterator[ChunkItem]:
+        for r, run in enumerate(self.spec.runs):
+            for chunk in run.chunks(self.parts.records.model.chunk):
+                segments = spec.segments[r] if spec is not None else []
+                cut = [s for s in segments if s.start < chunk.start + chunk.length and s.end > chunk.start]
+                yield ChunkItem(self, r, chunk, cut, spec, had_weights, pipeline)
+
+    def chunk_view(self, run: int, chunk: Chunk) -> torch.Tensor:
+        """The chunk's bytes in the slab."""
+        assert self.slab is not None
+        size = self.spec.runs[run].mode.weights_bytes
+        start = self.spec.run_offset(run) + chunk.start * size
+        return self.slab.buffer[start : start + chunk.length * size]
+
+    def release_grads(self) -> None:
+        """The grads were consumed: whoever lent their buffer gets it back. Set by Grads."""
+
+    # -- bind -------------------------------------------------------------------------------------------------------------
+
+    def bind(self) -> None:
+        """Let the parameters be views of the weights. Nested calls count; the last `unbind` undoes it."""
+        with self.parts.slabs.cond:
+            self.pins += 1
+            self.computing += 1
+        if self.computing > 1:
+            return
+        for (*_, p), view, cls in zip(self.params, self._bound_views(), self._classes, strict=True):
+            p.__class__ = cls
+            p.data = view
+
+    def unbind(self) -> None:
+        """Give the parameters back their placeholders. See [Note: one accumulator per call]."""
+        with self.parts.slabs.cond:
+            self.pins -= 1
+            self.computing -= 1
+            if not self.pins:
+                self.parts.slabs.cond.notify_all()
+        if self.computing == 0:
+            self.make_placeholders()
+
+    def make_placeholders(self) -> None:
+        for (*_, p), (other, own) in zip(self.params, self._placeholders, strict=True):
+            p.__class__ = nn.Parameter
+            p.data = other
+            p.data = own
+            p.__class__ = Unbound
+
+    def _bound_views(self) -> list[torch.Tensor]:
+        buffer = self.weights_buffer()
+        key = self.slab.index if self.slab is not None else -1
+        if self._views[0] != key:
+            self._views = (key, self.views(buffer))
+        return self._views[1]
+
+    def weights_buffer(self) -> torch.Tensor:
+        """The bytes that the parameters are views of while bound."""
+        buffer = self.slab.buffer if self.slab is not None else self.parts.records.weights(self.index)
+        assert buffer is not None
+        return buffer
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """One view of a slab-shaped buffer for each parameter, in the order of `params`."""
+        out = []
+        for r, p, _ in self.params:
+            run = self.spec.runs[r]
+            start = self.spec.run_offset(r) + p.offset * run.mode.weights_bytes
+            out.append(buffer[start : start + p.numel * run.mode.weights_bytes].view(DTYPES[run.dtype]).view(p.shape))
+        return out
+
+
+def _placeholders(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(of another dtype, of the true dtype): NaN expanded to the shape, one element of memory each."""
+    other = torch.float32 if dtype is not torch.float32 else torch.bfloat16
+    nan = float("nan")
+    return torch.full((1,), nan, dtype=other).expand(shape), torch.full((1,), nan, dtype=dtype).expand(shape)
+
+
+class ChunkItem:
+    """One chunk of one shard on its way to compute: read, step, upload, write. See pipeline.Item."""
+
+    __slots__ = (
+        "_events",
+        "_reads",
+        "_slots",
+        "_started",
+        "_writes",
+        "chunk",
+        "had_weights",
+        "keys",
+        "pipeline",
+        "run",
+        "segments",
+        "shard",
+        "spec",
+        "state",
+        "weights",
+    )
+
+    def __init__(self, shard: Shard, run: int, chunk: Chunk, segments: list[Segment], spec: StepSpec | None, had_weights: bool, pipeline: Pipeline):
+        self.shard, self.run, self.chunk, self.segments, self.spec = shard, run, chunk, segments, spec
+        self.had_weights, self.pipeline = had_weights, pipeline
+        self.keys: tuple[Key, Key] = ((WEIGHTS, shard.index, run, chunk.index), (STATE, shard.index, run, chunk.index))
+        self.weights: torch.Tensor | None = None  # host bytes of the chunk's weights
+        self.state: torch.Tensor | None = None
+        self._slots: list[Slot] = []
+        self._reads: list = []
+        self._writes: list = []
+        self._events: list[Event] = []
+
+    def start(self) -> bool:
+        parts, records = self.shard.parts, self.shard.parts.records
+        reads = []
+        weights, state = records.home(self.keys[0]), records.home(self.keys[1])
+        if weights is None and parts.device.direct:
+            weights = self.shard.chunk_view(self.run, self.chunk)
+            if not self.had_weights:
+                reads.append((self.keys[0], weights))
+        elif weights is None and (self.segments or not self.had_weights):
+            weights = self._slot(parts.weights_slots[self.pipeline], self.chunk.length * self.shard.spec.runs[self.run].mode.weights_bytes)
+            if weights is None:
+                return False
+            reads.append((self.keys[0], weights))
+        if self.segments and state is None:
+            assert parts.state_slots is not None
+            state = self._slot(parts.state_slots, self.chunk.length * self.shard.spec.runs[self.run].mode.state_bytes)
+            if state is None:
+                self._release()
+                return False
+            reads.append((self.keys[1], state))
+        self.weights, self.state = weights, state
+        if reads:
+            assert records.store is not None
+            parts.trace.begin(Verb.FETCH)
+            try:
+                self._reads = records.store.read(reads)
+            except BaseException:
+                parts.trace.end(Verb.FETCH, self.shard.index)
+                raise
+        return True
+
+    def work(self) -> None:
+        parts = self.shard.parts
+        self._landed()
+        if self.segments:
+            assert self.spec is not None
+            if self.spec.gate is not None:
+                self.spec.gate()
+            with parts.trace.span(Verb.STEP, self.shard.index):
+                self._step()
+            self._flush()
+        stale = bool(self.segments) or not self.had_weights
+        if not parts.device.direct and stale and self.shard.slab is not None:
+            assert self.weights is not None
+            event = parts.device.upload(self.weights, self.shard.chunk_view(self.run, self.chunk))
+            self._events.append(event)
+            self.shard._uploads.append(event)
+
+    def _landed(self) -> None:
+        if self._reads:
+            try:
+                for ticket in self._reads:
+                    ticket.wait()
+            finally:
+                self._reads = []
+                self.shard.parts.trace.end(Verb.FETCH, self.shard.index)
+
+    def _step(self) -> None:
+        run = self.shard.spec.runs[self.run]
+        grads = self.shard.grads[self.run]
+        assert self.weights is not None and self.state is not None and grads is not None and self.spec is not None
+        weights = self.weights.view(DTYPES[run.dtype])
+        planes, at = [], 0
+        for _, dtype in run.mode.planes:
+            nbytes = self.chunk.length * layout.ITEMSIZE[dtype]
+            planes.append(self.state[at : at + nbytes].view(DTYPES[dtype]))
+            at += nbytes
+        first = self.chunk.start
+        for s in self.segments:
+            a, b = max(s.start - first, 0), min(s.end - first, self.chunk.length)
+            h = s.hyper
+            ops.adam(
+                weights[a:b], tuple(p[a:b] for p in planes), grads[first + a : first + b],
+                lr=h.lr, beta1=h.beta1, beta2=h.beta2, eps=h.eps, weight_decay=h.weight_decay, decoupled=h.decoupled,
+                step=s.step, grad_scale=self.spec.scale, pool=self.shard.parts.pool,
+            )  # fmt: skip
+
+    def _flush(self) -> None:
+        records = self.shard.parts.records
+        assert self.weights is not None and self.state is not None
+        writes = []
+        for key, buffer in zip(self.keys, (self.weights, self.state), strict=True):
+            if records.home(key) is not None:
+                records.touch(key)
+            else:
+                writes.append((key, buffer))
+        if writes:
+            assert records.store is not None
+            self.shard.parts.trace.begin(Verb.FLUSH)
+            try:
+                self._writes = records.store.write(writes)
+            except BaseException:
+                self.shard.parts.trace.end(Verb.FLUSH, self.shard.index)
+                raise
+
+    def finish(self, timeout: float | None) -> bool:
+        for ticket in self._writes:
+            if timeout is None:
+                ticket.wait()
+            elif not ticket.done():
+                if timeout == 0:
+                    return False
+                try:
+                    ticket.wait(timeout)
+                except TimeoutError:
+                    return False
+            else:
+                ticket.wait()
+        self._written()
+        for event in self._events:
+            if timeout == 0 and not event.done():
+                return False
+            event.wait()
+        self._release()
+        return True
+
+    def _written(self) -> None:
+        if self._writes:
+            self._writes = []
+            self.shard.parts.trace.end(Verb.FLUSH, self.shard.index)
+
+    def abandon(self) -> None:
+        for waitable in (*self._reads, *self._writes, *self._events):
+            try:
+                waitable.wait()
+            except Exception:  # the job already carries its first error
+                pass
+        if self._reads:
+            self._reads = []
+            self.shard.parts.trace.end(Verb.FETCH, self.shard.index)
+        self._written()
+        self._release()
+
+    def _slot(self, slots: Slots, nbytes: int) -> torch.Tensor | None:
+        slot = slots.try_acquire()
+        if slot is None:
+            return None
+        self._slots.append(slot)
+        return slot.buffer[:nbytes]
+
+    def _release(self) -> None:
+        for slot in self._slots:
+            slot.release()
+        self._slots = []
+
+
+class NormItem:
+    """The sum of squares of a shard's grads, once they are in host memory."""
+
+    def __init__(self, shard: Shard, arrived: Event, found: Callable[[float], None]):
+        self._shard, self._arrived, self._found = shard, arrived, found
+
+    def start(self) -> bool:
+        return True
+
+    def work(self) -> None:
+        self._arrived.wait()
+        total = 0.0
+        for run, grads in zip(self._shard.spec.runs, self._shard.grads, strict=True):
+            if grads is not None:
+                total = ops.sum_squares(grads[: run.numel], total, pool=self._shard.parts.pool)
+        self._found(total)
+
+    def finish(self, timeout: float | None) -> bool:
+        return True
+
+    def abandon(self) -> None:
+        pass
+
+
+class CallItem:
+    """Anything else that must happen in order with the moves, as one item."""
+
+    def __init__(self, call: Callable[[], None]):
+        self._call = call
+
+    def start(self) -> bool:
+        return True
+
+    def work(self) -> None:
+        self._call()
+
+    def finish(self, timeout: float | None) -> bool:
+        return True
+
+    def abandon(self) -> None:
+        pass
+
+
+__all__ = ["DONE", "CallItem", "ChunkItem", "Hyper", "NormItem", "Parts", "Segment", "Shard", "StepSpec", "Unbound"]

@@ -1,0 +1,250 @@
+"""From gradients to steps: when a shard's grads are complete, what the norm allows, and who is stepped when.
+
+Two modes with the same bits:
+
+    deferred   `step` waits for all sums of squares, fixes one coefficient, and leaves a step pending on every shard; the shard's
+               next fetch applies it (under the next forward). Needed for clipping, and where a step cannot be undone.
+    backward   a shard is stepped as soon as its grads are complete, under the rest of backward; grads then wait only for
+               their own shard's step. A gradient that is not finite is found before its own shard is stepped; shards stepped
+               before it are undone by going back to the commit of the step before, which must exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zinf.commit import Committer
+from zinf.config import Config
+from zinf.errors import EngineError, NonFiniteError
+from zinf.grads import ShardGrads
+from zinf.optimizer import Optimizer, clip_scale, step_spec, total_norm
+from zinf.pipeline import Job
+from zinf.shard import NormItem, Shard, StepSpec
+from zinf.trace import Verb
+
+if TYPE_CHECKING:
+    from zinf.memory import Memory
+
+log = logging.getLogger("zinf")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepStats:
+    """What one step did. `grad_norm` is the global L2 norm before clipping, nan where `skipped` (some grad was not finite)."""
+
+    step: int
+    grad_norm: float
+    skipped: bool
+
+
+class Stepper:
+    """Grads in, steps out. One per engine; called by the thread that computes."""
+
+    def __init__(self, memory: Memory, optimizer: Optimizer, committer: Committer, config: Config, mode: str, fetch: Callable[[Shard], object]):
+        self.shards, self.grads, self.root = memory.shards, memory.grads, memory.root
+        self.parts = memory.parts
+        self.optimizer, self.committer, self.config, self.mode = optimizer, committer, config, mode
+        self._fetch = fetch  # start the shard's fetch, which applies what is pending
+        self.global_step = 0
+        self.skipped_steps = 0
+        self.backward_running = False
+        self.counts = [[0] * len(s.params) for s in self.shards]  # how often each parameter was stepped
+        self._skipped_in_a_row = 0
+        self._micro_step = 0  # backwards since the last step
+        self._sums: dict[int, float] = {}
+        self._sum_jobs: dict[int, Job] = {}
+        self._early: dict[int, list[bool]] = {}  # shards stepped under backward, and which of their parameters
+
+    # -- backward -----------------------------------------------------------------------------------------------------------
+
+    def in_backward(self) -> None:
+        """Called from hooks: a backward is running; be told when it ends."""
+        if not self.backward_running:
+            self.backward_running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def take(self, shard: Shard, i: int, p: nn.Parameter) -> None:
+        """Parameter `i` of `shard` has a gradient: add it to the shard's, and free it."""
+        grad, p.grad = p.grad, None
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise EngineError(f"{shard.params[i][1].name} has a sparse gradient; zinf keeps dense ones: build the embedding with sparse=False")
+        self.in_backward()
+        grads = self.grads.of[shard.index]
+        if not grads.open and (shard.index in self._early or grads.assigned):
+            raise EngineError(
+                f"{shard.name} got a gradient after its step: set gradient_accumulation_steps to the number of backwards in a step, and call step() after the last"
+            )
+        grads.take(i, grad)
+        open_calls = [call for call in shard.calls if not call.over]
+        if open_calls and not any(call.entries for call in open_calls):
+            # No input of these calls needs a gradient, so only the parameters tell their end: each gives once in every call.
+            if all(grads.counts[k] >= len(shard.calls) for k in grads.trainable):
+                for call in open_calls:
+                    call.finish()
+
+    def call_over(self, shard: Shard) -> None:
+        """A call of `shard` is over; after its last one in this backward its grads are complete."""
+        if all(call.over for call in shard.calls):
+            self._complete(shard)
+
+    def _complete(self, shard: Shard) -> None:
+        """This backward makes no more grads for `shard`: offload them; sum squares and step if it is the step's last backward."""
+        grads = self.grads.of[shard.index]
+        if not grads.open:
+            return
+        grads.close()
+        if self._micro_step + 1 < self.config.gradient_accumulation_steps:
+            return
+        self._sum_squares(grads)
+        if self.mode == "backward" and shard is not self.root:
+            self._step_early(grads)
+
+    def _end_backward(self) -> None:
+        """The whole backward is over: end the calls that found no end, and complete the shards that were not."""
+        try:
+            for shard in self.shards:
+                for call in list(shard.calls):
+                    if not call.over and (call.bound or self.grads.of[shard.index].open):
+                        call.finish()
+                self._complete(shard)
+            self._micro_step += 1
+        finally:
+            self.backward_running = False
+
+    def _sum_squares(self, grads: ShardGrads) -> None:
+        index = grads.shard.index
+        self._sums.pop(index, None)
+
+        def found(total: float) -> None:
+            self._sums[index] = total
+
+        self._sum_jobs[index] = self.parts.fetcher.submit(Job([NormItem(grads.shard, grads.arrived, found)], f"norm of {grads.shard.name}"))
+
+    # -- step ---------------------------------------------------------------------------------------------------------------
+
+    def _spec(self, shard: Shard, seen: Sequence[bool], scale: float) -> StepSpec:
+        hypers = [self.optimizer.hyper(p) if ok else None for ok, (*_, p) in zip(seen, shard.params, strict=True)]
+        steps = [n + 1 for n in self.counts[shard.index]]
+        return step_spec(shard, seen, hypers, steps, scale)
+
+    def _assign(self, shard: Shard, scale: float) -> list[bool]:
+        """Leave a step pending on `shard`; returns which parameters it steps."""
+        grads = self.grads.of[shard.index]
+        seen = list(grads.seen)
+        shard.pending = self._spec(shard, seen, scale)
+        grads.assigned = True
+        return seen
+
+    def _step_early(self, grads: ShardGrads) -> None:
+        """Step under the rest of backward; the step's own thread first makes sure that the grads are finite."""
+        shard, index = grads.shard, grads.shard.index
+        job = self._sum_jobs[index]
+
+        def gate() -> None:
+            job.wait()
+            if not math.isfinite(self._sums[index]):
+                raise NonFiniteError(f"the gradient of {shard.name} is not finite")
+
+        self.committer.wait()  # the versions that this step will overwrite must not be the ones being committed
+        self._early[index] = self._assign(shard, 1.0)
+        assert shard.pending is not None
+        shard.pending.gate = gate
+        self._fetch(shard)
+
+    def step(self) -> StepStats:
+        """Fix this step. See Engine.step."""
+        waiting = [g for g in self.grads.of if (g.waiting and not g.assigned) or g.shard.index in self._early]
+        if not waiting:
+            raise EngineError("step without grads: call engine.backward(loss) first, with a loss that depends on trainable parameters")
+        self.apply_pending()
+        for g in waiting:
+            if g.shard.index not in self._sum_jobs:
+                self._sum_squares(g)
+        with self.parts.trace.wait(Verb.OFFLOAD):
+            for g in waiting:
+                self._sum_jobs[g.shard.index].wait()
+        sums = {g.shard.index: self._sums[g.shard.index] for g in waiting}
+        self._sum_jobs.clear()
+        self._micro_step = 0
+        norm = total_norm(sums.values())
+        if not math.isfinite(norm):
+            return self._skip(waiting, sums)
+        self._skipped_in_a_row = 0
+        scale = clip_scale(norm, self.config.max_grad_norm)
+        for g in waiting:
+            index = g.shard.index
+            seen = self._early.pop(index) if index in self._early else self._assign(g.shard, scale)
+            self.counts[index] = [n + ok for n, ok in zip(self.counts[index], seen, strict=True)]
+        self.global_step += 1
+        return StepStats(self.global_step, norm, False)
+
+    def apply_pending(self) -> None:
+        """Have every pending step applied, whether or not a forward came by."""
+        for shard in self.shards:
+            if shard.pending is not None:
+                self._fetch(shard)
+                shard.wait_fetched()
+
+    def zero_grad(self) -> None:
+        """Drop the grads summed since the last step."""
+        if self._early:
+            raise EngineError("zero_grad after a backward that has already stepped: set step_mode to deferred to be able to drop grads")
+        self._drop(g for g in self.grads.of if g.waiting and not g.assigned)
+        self._micro_step = 0
+
+    def _drop(self, waiting: Any) -> None:
+        for g in waiting:
+            job = self._sum_jobs.pop(g.shard.index, None)
+            if job is not None:
+                job.wait_over()
+            g.drop()
+
+    def _skip(self, waiting: list[ShardGrads], sums: dict[int, float]) -> StepStats:
+        """Some gradient was NaN or infinite: change nothing, count, and raise when it happens too often in a row."""
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        first = next(s.name for s in reversed(self.shards) if not math.isfinite(sums.get(s.index, 0.0)))
+        log.warning("step %d skipped: the gradient of %s is not finite (%d skipped in all)", self.global_step + 1, first, self.skipped_steps)
+        if self._early:
+            self._undo_early()
+        self._drop(waiting)
+        if self._skipped_in_a_row > self.config.max_skipped_steps:
+            raise NonFiniteError(
+                f"{self._skipped_in_a_row} steps in a row had grads that are not finite, this time first in {first} at step {self.global_step + 1}: "
+                "lower the learning rate, look at the data, or raise max_skipped_steps"
+            )
+        return StepStats(self.global_step, math.nan, True)
+
+    def state(self) -> dict[str, Any]:
+        """Counters, as plain JSON values. `counts` only where a parameter was not stepped every time."""
+        odd = {str(i): c for i, c in enumerate(self.counts) if any(n != self.global_step for n in c)}
+        return {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "counts": odd}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        self.global_step, self.skipped_steps = state["global_step"], state["skipped_steps"]
+        self.counts = [state["counts"].get(str(i), [self.global_step] * len(c)) for i, c in enumerate(self.counts)]
+
+    def _undo_early(self) -> None:
+        """Shards were stepped before the bad gradient came: go back to the commit of the step before."""
+        self._early.clear()
+        self.parts.stepper.drain()
+        store = self.parts.records.store
+        if store is None or store.step != self.global_step:
+            raise NonFiniteError(
+                f"a gradient was not finite at step {self.global_step + 1}, and shards stepped before it cannot be undone, as step {self.global_step} was not committed: "
+                "go on from the last commit, with step_mode deferred or commit_every 1"
+            )
+        self.parts.slabs.evict_all()
+        for shard in self.shards:
+            shard.job = shard.pending = None
+        store.rollback()
+        self.parts.records.load_homes()

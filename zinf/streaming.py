@@ -1,0 +1,240 @@
+"""How a module computes from a shard that comes and goes: bind, checkpointed forward, grads in.
+
+Goals: the module's own forward runs unchanged; loss and gradients have the bits of plain PyTorch; nothing of a shard stays in
+memory between its uses. The phases of one call of a block:
+
+    forward    the slab is fetched, parameters become views of it, the module's forward runs under non-reentrant activation
+               checkpointing, parameters become placeholders again; what the call keeps is its inputs
+    backward   the first saved tensor that autograd asks for runs the forward again: the slab is fetched, bound, and stays
+               bound while autograd walks the block
+    done       when all inputs that need a gradient have theirs, or all parameters have (an input-less first block); then the
+               slab is unbound, and once no call of the shard is open its grads are complete
+
+A single layer (embedding, head) is not recomputed: whatever it saves that is a view of the slab is stored as (offset, shape)
+and looked up again in the slab of that moment; everything else it saves is an activation that lives anyway.
+
+[Note: when a call's backward is over] Autograd runs ready nodes latest-created first, and accumulates gradients into leaves
+before anything else. Inputs enter a call through a view made there, so that view's gradient is the last thing that the call's
+nodes make: when its hook fires, every parameter gradient of the call has been taken. A call that never gets there (an output
+that the loss does not use) ends with the backward itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from zinf.errors import EngineError
+from zinf.schedule import Phase
+from zinf.shard import Shard
+
+
+class Conductor(Protocol):
+    """What a call asks of the engine."""
+
+    micro_batch_size: int | None
+    batch_size: int | None  # rows of the current forward's batch
+
+    def use(self, phase: Phase, shard: Shard) -> None:
+        """Have the shard's newest weights in its slab, and start fetching what comes next."""
+
+    def call_over(self, shard: Shard) -> None:
+        """A call's backward is over."""
+
+    def in_backward(self) -> None:
+        """A backward is running: be told when it ends."""
+
+
+class Call:
+    """One call of a shard's module with a graph, from its forward to the end of its backward."""
+
+    def __init__(self, shard: Shard, conductor: Conductor):
+        self.shard, self._conductor = shard, conductor
+        self.entries = 0  # inputs that need a gradient
+        self.over = False
+        self._missing = 0  # entries whose gradient has not come in this backward
+        self.bound = False
+
+    def enter(self, tree: Any) -> Any:
+        """The call's arguments, each tensor that needs a gradient replaced by a view whose gradient is listened to."""
+
+        def enter_one(t: Any) -> Any:
+            if not isinstance(t, torch.Tensor) or not t.requires_grad:
+                return t
+            view = t.view_as(t)
+            view.register_hook(self._entry_done)
+            self.entries += 1
+            return view
+
+        tree = tree_map(enter_one, tree)
+        self._missing = self.entries
+        return tree
+
+    def begin_backward(self) -> None:
+        """Autograd is about to walk this call: fetch and bind. No-op when it already does."""
+        self._conductor.in_backward()
+        if self.bound:
+            return
+        self._conductor.use(Phase.BACKWARD, self.shard)
+        self.shard.bind()
+        self.bound, self.over, self._missing = True, False, self.entries
+
+    def _entry_done(self, grad: torch.Tensor) -> None:
+        self._conductor.in_backward()
+        self._missing -= 1
+        if self._missing == 0:
+            self.finish()
+
+    def finish(self) -> None:
+        """Nothing of this call is computed any more in this backward."""
+        self.over, self._missing = True, self.entries
+        if self.bound:
+            self.bound = False
+            self.shard.unbind()
+        self._conductor.call_over(self.shard)
+
+
+class Inputs:
+    """A call's arguments: alive in forward, then kept detached for the recompute."""
+
+    def __init__(self, args: Any):
+        self._live, self._kept = args, None
+
+    def keep(self) -> None:
+        self._kept = tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t, self._live)
+        self._live = None
+
+    def get(self) -> Any:
+        return self._live if self._live is not None else self._kept
+
+
+def stream(module: nn.Module, shard: Shard, conductor: Conductor, recompute: bool) -> Callable[[], None]:
+    """Let `module` compute from `shard`; returns what undoes it."""
+    own_forward = module.__dict__.get("forward")  # set on the instance by someone before us
+    forward = module.forward
+    calls: weakref.WeakSet[Call] = shard.calls
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        conductor.use(Phase.EVALUATE, shard)
+        shard.bind()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            shard.unbind()
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        call = Call(shard, conductor)
+        calls.add(call)
+        args, kwargs = call.enter((args, kwargs))
+        return (_recomputed if recompute else _looked_up)(call, forward, args, kwargs)
+
+    def streamed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return evaluate(*args, **kwargs)
+        _refuse_cache(module, kwargs)
+        rows, size = conductor.batch_size, conductor.micro_batch_size
+        if recompute and rows is not None and size is not None and rows > size:
+            return in_micro_batches(train, args, kwargs, rows, size)
+        return train(*args, **kwargs)
+
+    module.forward = streamed  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if module.__dict__.get("forward") is streamed:
+            del module.__dict__["forward"]
+            if own_forward is not None:
+                module.forward = own_forward  # type: ignore[method-assign]
+
+    return undo
+
+
+def _recomputed(call: Call, forward: Callable, args: Any, kwargs: Any) -> Any:
+    inputs = Inputs((args, kwargs))
+    shard, conductor = call.shard, call._conductor
+    in_forward = True
+
+    def run() -> Any:
+        if in_forward:
+            conductor.use(Phase.FORWARD, shard)
+            shard.bind()
+        else:
+            call.begin_backward()
+        a, k = inputs.get()
+        return forward(*a, **k)
+
+    del args, kwargs
+    bound = shard.computing
+    try:
+        # No early stop: a forward that leaves by an exception would skip what the module does after its last operation.
+        with set_checkpoint_early_stop(False):
+            out = checkpoint(run, use_reentrant=False)
+    finally:
+        in_forward = False
+        if shard.computing > bound:
+            shard.unbind()
+    inputs.keep()
+    return out
+
+
+def _looked_up(call: Call, forward: Callable, args: Any, kwargs: Any) -> Any:
+    shard = call.shard
+    call._conductor.use(Phase.FORWARD, shard)
+    buffer = shard.weights_buffer()
+    base, nbytes = buffer.data_ptr(), buffer.numel()
+
+    def pack(t: torch.Tensor) -> Any:
+        offset = t.data_ptr() - base
+        if t.device != buffer.device or not 0 <= offset < nbytes or t.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+            return t
+        return offset, t.dtype, t.shape, t.stride()
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        call.begin_backward()
+        offset, dtype, shape, stride = packed
+        buffer = shard.weights_buffer()
+        typed = torch.empty(0, dtype=dtype)
+        return typed.set_(buffer.untyped_storage(), (buffer.storage_offset() + offset) // dtype.itemsize, shape, stride)
+
+    shard.bind()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+    finally:
+        shard.unbind()
+
+
+def _refuse_cache(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """A cache grows again at recompute, which silently changes gradients."""
+    for key, value in kwargs.items():
+        if value is not None and type(value).__name__.endswith("Cache") and hasattr(value, "update"):
+            raise EngineError(
+                f"{type(module).__name__} was given a KV cache ({key}) while training: pass use_cache=False (recompute would fill it twice and change gradients)"
+            )
+
+
+def in_micro_batches(call: Callable, args: Sequence[Any], kwargs: dict[str, Any], rows: int, size: int) -> Any:
+    """Run `call` on slices of `size` rows of every tensor argument with `rows` rows, and put the outputs together again."""
+    leaves, spec = tree_flatten((tuple(args), kwargs))
+    outs = []
+    for start in range(0, rows, size):
+        part = [t[start : start + size] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == rows else t for t in leaves]
+        a, k = tree_unflatten(part, spec)
+        outs.append(call(*a, **k))
+    flat = [tree_flatten(out) for out in outs]
+    joined = []
+    for pieces in zip(*(leaves for leaves, _ in flat), strict=True):
+        if not isinstance(pieces[0], torch.Tensor):
+            joined.append(pieces[0])
+        elif pieces[0].dim() == 0:
+            raise EngineError("a block returns a scalar tensor, which cannot be put together from micro-batches: leave micro_batch_size unset for this model")
+        else:
+            joined.append(torch.cat(pieces))
+    return tree_unflatten(joined, flat[0][1])

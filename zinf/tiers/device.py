@@ -1,0 +1,239 @@
+"""The device tier behind one interface: slabs to compute from, and ordered copies to and from host memory.
+
+    cpu   compute reads host memory: slabs lie in an arena, NVMe reads land in them, copies are nothing
+    sim   CPU compute behind a separate "device" memory: copies are asynchronous, in order per direction, randomly delayed,
+          so that a missing wait fails a test on a machine without a GPU
+
+An Event marks the end of a copy. The host waits with `event.wait()`; compute is made to wait with `device.wait(event)`, which
+on these two devices is the same thing and on a GPU will be a stream waiting for an event.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from zinf.aio import IoEngine
+from zinf.errors import ConfigError, EngineError
+from zinf.tiers.host import Arena
+
+
+class Event(Protocol):
+    """The end of one copy."""
+
+    def wait(self) -> None:
+        """Block the calling thread until the copy is done; raises what the copy raised."""
+
+    def done(self) -> bool:
+        """Is it over? Never blocks, never raises."""
+
+
+class Done:
+    """An event that has already happened."""
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+DONE = Done()
+
+
+class Device(Protocol):
+    """What the engine asks of a device. Buffers are 1-D uint8 tensors."""
+
+    name: str
+    direct: bool  # compute reads host memory: a slab is host memory, and upload and offload move nothing
+    torch_device: torch.device
+
+    def alloc(self, nbytes: int, what: str) -> torch.Tensor:
+        """A page-aligned buffer in device memory, for good; carved from what `reserve` set aside."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Set aside all the device memory that zinf will use. Once."""
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor, after: Event = DONE) -> Event:
+        """Copy host -> device once `after` has happened. `source` must not change before the event."""
+
+    def offload(self, source: torch.Tensor, target: torch.Tensor, then: Callable[[], None] | None = None) -> Event:
+        """Copy device -> host after all compute issued so far; `then` runs (on a copy thread) before the event happens."""
+
+    def wait(self, event: Event) -> None:
+        """Make compute issued from now on wait for `event`."""
+
+    def poison(self, buffer: torch.Tensor) -> None:
+        """Fill a released buffer with NaN, after all compute issued so far (debug)."""
+
+    def close(self) -> None:
+        """Wait for the copies in flight, stop their threads, free the memory. Idempotent."""
+
+
+class CpuDevice:
+    """Compute from page-aligned slabs in host memory."""
+
+    name = "cpu"
+    direct = True
+
+    def __init__(self, io: IoEngine | None = None):
+        self.torch_device = torch.device("cpu")
+        self._io = io
+        self._arena: Arena | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        self._arena = Arena(nbytes, self._io) if nbytes else None
+
+    def alloc(self, nbytes: int, what: str) -> torch.Tensor:
+        if self._arena is None:
+            raise EngineError(f"no device memory was reserved, and {what} wants {nbytes} bytes")
+        return self._arena.carve(nbytes, what)
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor, after: Event = DONE) -> Event:
+        after.wait()
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+        return DONE
+
+    def offload(self, source: torch.Tensor, target: torch.Tensor, then: Callable[[], None] | None = None) -> Event:
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+        if then is not None:
+            then()
+        return DONE
+
+    def wait(self, event: Event) -> None:
+        event.wait()
+
+    def poison(self, buffer: torch.Tensor) -> None:
+        buffer.fill_(0xFF)
+
+    def close(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+
+class _Copy:
+    """One asynchronous copy, and its event."""
+
+    def __init__(self, run: Callable[[], None]):
+        self.run = run
+        self.error: BaseException | None = None
+        self._over = threading.Event()
+
+    def finish(self, error: BaseException | None) -> None:
+        self.error = error
+        self._over.set()
+
+    def wait(self) -> None:
+        self._over.wait()
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+
+class _Stream(threading.Thread):
+    """Copies in one direction, in order, each after a random delay."""
+
+    def __init__(self, name: str, seed: int, delay: float):
+        super().__init__(name=name, daemon=True)
+        self.queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._random, self._delay = random.Random(seed), delay
+        self.start()
+
+    def run(self) -> None:
+        while (copy := self.queue.get()) is not None:
+            if self._delay:
+                time.sleep(self._random.random() * self._delay)
+            try:
+                copy.run()
+            except BaseException as error:
+                copy.finish(error)
+            else:
+                copy.finish(None)
+            del copy  # what it holds must not outlive it until the next one comes
+
+    def put(self, run: Callable[[], None]) -> _Copy:
+        copy = _Copy(run)
+        self.queue.put(copy)
+        return copy
+
+    def stop(self) -> None:
+        self.queue.put(None)
+        self.join()
+
+
+class SimDevice:
+    """A separate memory with two asynchronous copy streams, for finding missing waits without a GPU.
+
+    Args:
+        seed: of the delays.
+        delay: the longest delay of a copy, seconds.
+    """
+
+    name = "sim"
+    direct = False
+
+    def __init__(self, seed: int = 0, delay: float = 1e-3):
+        self.torch_device = torch.device("cpu")
+        self._memory: torch.Tensor | None = None
+        self._used = 0
+        # upload: host -> device, in order; overlaps with compute and with offload; compute waits for its event before it reads the slab
+        self._upload = _Stream("zinf-sim-upload", seed, delay)
+        # offload: device -> host, in order; overlaps with compute and with upload; the host waits for its event before it reads the grads
+        self._offload = _Stream("zinf-sim-offload", seed + 1, delay)
+
+    def reserve(self, nbytes: int) -> None:
+        self._memory = torch.full((nbytes + 4096,), 0xFF, dtype=torch.uint8)
+        self._used = -self._memory.data_ptr() % 4096
+
+    def alloc(self, nbytes: int, what: str) -> torch.Tensor:
+        if self._memory is None or self._used + nbytes > self._memory.numel():
+            raise EngineError(f"device memory: {what} wants {nbytes} bytes beyond what was reserved")
+        start, self._used = self._used, self._used + -(-nbytes // 4096) * 4096
+        return self._memory[start : start + nbytes]
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor, after: Event = DONE) -> Event:
+        def run() -> None:
+            after.wait()
+            target.copy_(source)
+
+        return self._upload.put(run)
+
+    def offload(self, source: torch.Tensor, target: torch.Tensor, then: Callable[[], None] | None = None) -> Event:
+        def run() -> None:
+            target.copy_(source)
+            if then is not None:
+                then()
+
+        return self._offload.put(run)
+
+    def wait(self, event: Event) -> None:
+        event.wait()
+
+    def poison(self, buffer: torch.Tensor) -> None:
+        buffer.fill_(0xFF)
+
+    def close(self) -> None:
+        if self._upload.is_alive():
+            self._upload.stop()
+            self._offload.stop()
+        self._memory = None
+
+
+def open_device(name: str, io: IoEngine | None = None, *, seed: int = 0) -> Device:
+    """The device called `name`: auto, cpu or sim. Raises ConfigError for one that cannot be used."""
+    if name in ("auto", "cpu"):
+        return CpuDevice(io)
+    if name == "sim":
+        return SimDevice(seed)
+    raise ConfigError(f"device is {name!r}; this version has auto, cpu and sim")
