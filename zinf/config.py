@@ -113,7 +113,7 @@ class Config:
     def __post_init__(self) -> None:
         convert_fields(self)
         sizes = ("device_memory", "host_memory", "block_size")
-        counts = ("commit_every", "queue_depth", "io_threads", "gradient_accumulation_steps", "micro_batch_size", "cpu_threads")
+        counts = ("queue_depth", "io_threads", "gradient_accumulation_steps", "micro_batch_size", "cpu_threads")
         for key in (*sizes, *counts, "max_grad_norm"):
             value = getattr(self, key)
             require(value is None or value > 0, key, value, "a positive number")
