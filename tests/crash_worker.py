@@ -60,4 +60,3 @@ def main(folder: str, steps: int, options: dict) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))
-

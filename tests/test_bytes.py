@@ -62,7 +62,7 @@ def test_half_of_the_state_in_memory(tmp_path):
 
 
 def test_all_in_memory_moves_nothing(tmp_path):
-    counted, seen, _ = bytes_of_a_step(tmp_path, weights="host", state="host", commit_every=0)
+    counted, _, _ = bytes_of_a_step(tmp_path, weights="host", state="host", commit_every=0)
     assert counted == (0, 0)
 
 

@@ -98,7 +98,8 @@ def test_untied_head(tmp_path):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_micro_batches_have_the_same_bits_everywhere(tmp_path, accumulation):
     options = dict(accumulation=accumulation, micro_batch_size=1)
-    runs = [engine_run(tmp_path, 3, **options, **place) for place in (dict(paths=0), dict(device="sim", chunk_size=4096, **NVME), dict(step_mode="backward", **NVME))]
+    places = (dict(paths=0), dict(device="sim", chunk_size=4096, **NVME), dict(step_mode="backward", **NVME))
+    runs = [engine_run(tmp_path, 3, **options, **place) for place in places]
     for run in runs[1:]:
         check(run, runs[0])
     whole = oracle_run(3, accumulation=accumulation)

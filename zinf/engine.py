@@ -426,4 +426,3 @@ def _taker(stepper: weakref.ref[Stepper], shard: Shard, i: int) -> Callable[[nn.
             owner.take(owner.shards[index], i, p)
 
     return take
-

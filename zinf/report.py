@@ -43,7 +43,8 @@ def plan_lines(engine: Engine) -> list[str]:
     if store is not None:
         versions = 2 if config.crash_safe else 1
         nbytes = place(engine.layout, versions=versions).nbytes(0)
-        lines.append(f"NVMe     {human(nbytes)} in {', '.join(store.paths)}: {'two versions of each chunk' if versions == 2 else 'one version, not crash safe'}")
+        kept = "two versions of each chunk" if versions == 2 else "one version, not crash safe"
+        lines.append(f"NVMe     {human(nbytes)} in {', '.join(store.paths)}: {kept}")
     backend = f", I/O by {engine.memory.io.name}" if engine.memory.io is not None else ""
     how = "under the next forward" if engine.step_mode == "deferred" else "under backward"
     lines.append(f"step     {config.optimizer}, {how}; device {engine.memory.parts.device.name}{backend}")
