@@ -10,9 +10,9 @@ Bytes a parameter, each read or written once:
                      others: bf16 to fp32 grads 6, norm 4, scale 8, adam fp32 28, fp32 to bf16 6 52
 
 The bound is those bytes at the speed of a copy with non-temporal stores (8 bytes an fp32), measured in the same round on the same pages and threads.
-`over bound` is bound / time: 1 is as fast as the copy. More than 1 happens: where two cores do not saturate memory, streams that are updated in place are
-faster than a copy, as `accumulate` (m += scale * g, 12 bytes) shows beside it. Ratios are taken inside a round, and the median of the rounds is reported, since machines
-are shared and their memory has fast and slow hours.
+`over bound` is bound / time: 1 is as fast as the copy. More than 1 happens: where two cores do not saturate memory, streams that are updated in
+place are faster than a copy. Ratios are taken inside a round, and the median of the rounds is reported, since machines are shared and their memory has
+fast and slow hours.
 
     python bench/adam.py [--n 1e8] [--rounds 9] [--threads N] [--isa NAME] [--toy]
 

@@ -310,9 +310,7 @@ def test_export_is_sharded_as_transformers_does(tmp_path):
     chunks = imported(model, folder_of(tmp_path / "in", tensors))
     extra = {"counter": torch.arange(5), "norm.running": torch.randn(3)}
     order = ["head", "embed", "counter", "a.bias", "a.weight", "b.weight", "norm", "norm.running"]
-    paths = checkpoint.export_safetensors(
-        tmp_path / "out", model, chunks.read, names={n: n for n in order}, buffers=extra, max_shard_size=9000
-    )
+    paths = checkpoint.export_safetensors(tmp_path / "out", model, chunks.read, names={n: n for n in order}, buffers=extra, max_shard_size=9000)
     everything = {n: {**tensors, **extra}[n] for n in order}
     split = split_torch_state_dict_into_shards(everything, filename_pattern="model{suffix}.safetensors", max_shard_size=9000)
     for file, names in split.filename_to_tensors.items():

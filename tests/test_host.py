@@ -200,7 +200,7 @@ def test_close_wakes_every_waiter() -> None:
         except EngineError as e:
             errors.append(e)
 
-    threads = [threading.Thread(target=wait) for _ in range(3)]
+    threads = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
     for t in threads:
         t.start()
     time.sleep(0.05)

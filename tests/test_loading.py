@@ -345,9 +345,7 @@ def test_from_pretrained(tmp_path):
         assert store.model == layout_of(discover(model), 4096) and store.step == 0 and store.extra["origin"]["source"] == str(folder)
         for n, value in values.items():
             assert same(value, exact[n]), n
-        checkpoint.export_safetensors(
-            tmp_path / "out", store.model, store.read, names=origin.names, buffers=origin.buffers_of(model), dtype="fp32"
-        )
+        checkpoint.export_safetensors(tmp_path / "out", store.model, store.read, names=origin.names, buffers=origin.buffers_of(model), dtype="fp32")
         store.close()
     finally:
         io.close()

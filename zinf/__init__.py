@@ -24,11 +24,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zinf.config import Config
     from zinf.engine import Engine
-    from zinf.errors import BudgetError, ConfigError, EngineError, IntegrityError, NonFiniteError, StoreError, ZinfError
+    from zinf.errors import BudgetError, CheckpointError, ConfigError, EngineError, IntegrityError, NonFiniteError, StoreError, ZinfError
     from zinf.hf.loading import from_pretrained
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "Engine",

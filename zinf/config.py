@@ -83,7 +83,7 @@ class Config:
     chunk_size: int = option(1 << 20, f"elements of a chunk, a multiple of {PIECE}")
     crash_safe: bool = option(True, "two versions of each chunk: twice the space, and a kill at any instant loses nothing committed")
     verify: Literal["resume", "always", "off"] = option("resume", "when checksums are examined")
-    commit_every: int | None = option(None, "steps between commits, each of them a checkpoint; 0: only when asked; default: 1, or 50 where state rests in host memory")
+    commit_every: int | None = option(None, "steps between commits (checkpoints); 0: only when asked; default: 1, or 50 where state rests in host memory")
     # input and output
     backend: Literal["auto", "uring", "threads", "python"] = option("auto", "I/O engine")
     block_size: Bytes = option(4 << 20, "largest single read or write")
@@ -113,7 +113,7 @@ class Config:
     def __post_init__(self) -> None:
         convert_fields(self)
         sizes = ("device_memory", "host_memory", "block_size")
-        counts = ("commit_every", "queue_depth", "io_threads", "gradient_accumulation_steps", "micro_batch_size", "cpu_threads")
+        counts = ("queue_depth", "io_threads", "gradient_accumulation_steps", "micro_batch_size", "cpu_threads")
         for key in (*sizes, *counts, "max_grad_norm"):
             value = getattr(self, key)
             require(value is None or value > 0, key, value, "a positive number")

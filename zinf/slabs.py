@@ -65,7 +65,8 @@ class Slabs:
                 if all(slab.holder is not None and slab.holder.computing for slab in slabs):
                     names = ", ".join(slab.holder.name for slab in slabs if slab.holder)
                     raise BudgetError(
-                        f"{shard.name} needs a slab of {human(slabs[0].buffer.numel())}, and all {len(slabs)} of that size are computing ({names}): raise device_memory"
+                        f"{shard.name} needs a slab of {human(slabs[0].buffer.numel())}, and all {len(slabs)} of that size are computing ({names}): "
+                        "raise device_memory"
                     )
                 with self._trace.wait(Verb.FLUSH):
                     self.cond.wait()

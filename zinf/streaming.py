@@ -216,7 +216,8 @@ def _refuse_cache(module: nn.Module, kwargs: dict[str, Any]) -> None:
     for key, value in kwargs.items():
         if value is not None and type(value).__name__.endswith("Cache") and hasattr(value, "update"):
             raise EngineError(
-                f"{type(module).__name__} was given a KV cache ({key}) while training: pass use_cache=False (recompute would fill it twice and change gradients)"
+                f"{type(module).__name__} was given a KV cache ({key}) while training: pass use_cache=False "
+                "(recompute would fill it twice and change gradients)"
             )
 
 

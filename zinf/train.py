@@ -121,30 +121,33 @@ class EngineLike(Protocol):
     """What the loop needs of zinf.Engine; tests put a plain in-memory one in its place."""
 
     optimizer: Any
-    global_step: int
     extra: dict[str, Any]
 
+    @property
+    def global_step(self) -> int: ...
     def __call__(self, **batch: Any) -> Any: ...
     def backward(self, loss: Any) -> Any: ...
-    def step(self) -> Any: ...
-    def commit(self, extra: dict[str, Any]) -> None: ...
+    def step(self, extra: dict[str, Any]) -> Any: ...
+    def synchronize(self) -> None: ...
+    def restore_rng(self) -> None: ...
     def eval(self) -> Any: ...
     def train(self) -> Any: ...
     def plan(self) -> list[str]: ...
     def stats(self) -> dict[str, Any]: ...
     def save_pretrained(self, folder: str) -> None: ...
-    def close(self) -> None: ...
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *error: Any) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step, as a progress bar wants to know it. Bytes are totals of NVMe traffic since this process started."""
+    """One step, as a progress bar wants to know it. `grad_norm` is nan where the step was skipped; bytes are NVMe traffic since the loop began."""
 
     step: int
     steps: int
     loss: float
     lr: float
-    grad_norm: float | None
+    grad_norm: float
     skipped: bool
     tokens: int
     bytes_read: int
@@ -156,6 +159,9 @@ class Watch:
 
     def note(self, text: str) -> None:
         """Something worth a line."""
+
+    def importing(self, done: int, total: int) -> None:
+        """`done` of `total` bytes of the checkpoint are in the store."""
 
     def plan(self, lines: list[str]) -> None:
         """The engine's plan, before any training."""
@@ -172,7 +178,11 @@ class Watch:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended. `evals` are (step, held-out loss), of earlier processes of the run too; `stats` are the engine's."""
+    """How a run ended.
+
+    evals: (step, held-out loss), of earlier processes of the run too.
+    stats: of this process's training, evaluation apart: seconds and waited by verb, bytes_read, bytes_written, steps, params.
+    """
 
     step: int
     steps: int
@@ -182,17 +192,31 @@ class Result:
     output: str | None
 
 
-def open_engine(config: TrainConfig, fresh: bool) -> EngineLike:
+def open_engine(config: TrainConfig, fresh: bool, watch: Watch) -> EngineLike:
     """The engine on the store that the config names: reopened at its last commit, or imported anew."""
     import torch
 
-    import zinf
+    from zinf.engine import Engine
+    from zinf.hf.loading import from_pretrained
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.dtype]
-    if not config.engine.nvme_path:
+    e = config.engine
+    if not e.nvme_path:
         raise ConfigError("engine.nvme_path must be given: a folder on the NVMe drive that is to hold weights and optimizer state")
-    model = zinf.from_pretrained(config.model, nvme_path=list(config.engine.nvme_path), run_name=config.engine.run_name, dtype=dtype, resume=not fresh)
-    return zinf.Engine(model, config.engine)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.dtype]
+    model = from_pretrained(
+        config.model,
+        nvme_path=e.nvme_path,
+        run_name=e.run_name,
+        dtype=dtype,
+        resume=not fresh,
+        overwrite=fresh,
+        chunk_size=e.chunk_size if e.chunk_size != Config.chunk_size else None,
+        blocks=e.blocks,
+        crash_safe=e.crash_safe,
+        backend=e.backend,
+        progress=watch.importing,
+    )
+    return Engine(model, e)
 
 
 def load_tokenizer(folder: str) -> Any:
@@ -210,7 +234,7 @@ def train(
     fresh: bool = False,
     stop: Callable[[], bool] = lambda: False,
     watch: Watch | None = None,
-    open_engine: Callable[[TrainConfig, bool], EngineLike] = open_engine,
+    open_engine: Callable[[TrainConfig, bool, Watch], EngineLike] = open_engine,
     tokenizer: Any = None,
 ) -> Result:
     """Run `config` to its end, or until `stop()` says so after a step; then everything up to that step is committed.
@@ -232,17 +256,18 @@ def train(
     per_step = config.batch_size * config.engine.gradient_accumulation_steps
     steps = config.steps if config.steps is not None else max(1, math.ceil(config.epochs * len(train_rows) / per_step))
     torch.manual_seed(config.seed)
-    with contextlib.closing(open_engine(config, fresh)) as engine:
-        run = _Run(config, engine, loader, eval_rows, steps, pad, watch)
-        return run.train(stop, tokenizer)
+    with open_engine(config, fresh, watch) as engine:  # leaving it well commits the last step; an error leaves the last commit
+        return _Run(config, engine, loader, eval_rows, steps, watch).train(stop)
 
 
 class _Run:
     """One process's part of a run."""
 
-    def __init__(self, config: TrainConfig, engine: EngineLike, loader: Loader, eval_rows: Rows | None, steps: int, pad: int, watch: Watch) -> None:
-        self.config, self.engine, self.loader, self.eval_rows, self.steps, self.pad, self.watch = config, engine, loader, eval_rows, steps, pad, watch
+    def __init__(self, config: TrainConfig, engine: EngineLike, loader: Loader, eval_rows: Rows | None, steps: int, watch: Watch) -> None:
+        self.config, self.engine, self.loader, self.eval_rows, self.steps, self.watch = config, engine, loader, eval_rows, steps, watch
         self.evals: list[tuple[int, float]] = []
+        self.begun = engine.global_step
+        self.meter = _Meter(engine)
         if engine.global_step:
             self._resume(engine.extra)
 
@@ -255,6 +280,7 @@ class _Run:
         changed = [f"{key} {old} -> {now[key]}" for key, old in extra["settings"].items() if key in now and now[key] != old]
         if changed:
             self.watch.note(f"not the run that was interrupted: {', '.join(changed)}")
+        self.engine.restore_rng()
 
     def _settings(self) -> dict[str, Any]:
         """What the numbers of a run depend on, beside the data."""
@@ -264,48 +290,48 @@ class _Run:
         values |= {"batch_size": self.config.batch_size, "steps": self.steps}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
-    def train(self, stop: Callable[[], bool], tokenizer: Any) -> Result:
-        engine, watch = self.engine, self.watch
-        watch.plan(engine.plan())
-        if not self.evals:
+    def train(self, stop: Callable[[], bool]) -> Result:
+        engine, every = self.engine, self.config.eval_every
+        self.watch.plan(engine.plan())
+        if engine.global_step == 0:
             self.evaluate()
-        watch.begin(engine.global_step, self.steps)
-        engine.train()
+        self.watch.begin(engine.global_step, self.steps)
         stopped = False
+        self.meter.start()
         while engine.global_step < self.steps and not stopped:
-            self.one_step()
-            step = engine.global_step
-            if step < self.steps and self.config.eval_every and step % self.config.eval_every == 0:
+            if every and engine.global_step and engine.global_step % every == 0:
                 self.evaluate()
+            self.one_step()
             stopped = stop()
-            if stopped or step == self.steps or step % self.config.engine.commit_every == 0:
-                engine.commit(extra={"data": self.loader.state_dict(), "evals": [list(e) for e in self.evals], "settings": self._settings()})
         finished = engine.global_step >= self.steps
+        engine.synchronize()
+        self.meter.stop()
         if finished:
             self.evaluate()
             if self.config.output:
                 engine.save_pretrained(self.config.output)
-                tokenizer.save_pretrained(self.config.output)
-        return Result(engine.global_step, self.steps, finished, self.evals, engine.stats(), self.config.output if finished else None)
+        stats = {**self.meter.total, "steps": engine.global_step - self.begun, "params": engine.stats()["params"]}
+        return Result(engine.global_step, self.steps, finished, self.evals, stats, self.config.output if finished else None)
 
     def one_step(self) -> None:
         """All backwards of one optimizer step, and the step."""
         engine, config = self.engine, self.config
-        step = engine.global_step
-        factor = config.schedule.factor(step, self.steps)
+        engine.train()
+        lr = config.engine.lr * config.schedule.factor(engine.global_step, self.steps)
         for group in engine.optimizer.param_groups:
-            group["lr"] = config.engine.lr * factor
+            group["lr"] = lr
+        backwards = config.engine.gradient_accumulation_steps
         losses, tokens = [], 0
-        for _ in range(config.engine.gradient_accumulation_steps):
+        for _ in range(backwards):
             batch = self.loader.next_batch()
             loss = engine(**batch).loss
-            engine.backward(loss)
+            engine.backward(loss / backwards if backwards > 1 else loss)
             losses.append(float(loss.detach()))
             tokens += batch["input_ids"].numel()
-        done = engine.step()
-        traffic = engine.stats()
-        mean, lr = sum(losses) / len(losses), config.engine.lr * factor
-        self.watch.step(Step(engine.global_step, self.steps, mean, lr, done.grad_norm, done.skipped, tokens, traffic["bytes_read"], traffic["bytes_written"]))
+        done = engine.step(extra={"data": self.loader.state_dict(), "evals": [list(e) for e in self.evals], "settings": self._settings()})
+        now = self.meter.now()
+        mean = sum(losses) / len(losses)
+        self.watch.step(Step(engine.global_step, self.steps, mean, lr, done.grad_norm, done.skipped, tokens, now["bytes_read"], now["bytes_written"]))
 
     def evaluate(self) -> None:
         """The mean loss of a token over the held-out rows, once per step."""
@@ -314,17 +340,48 @@ class _Run:
             return
         import torch
 
-        self.engine.eval()
-        total, count = 0.0, 0
-        with torch.no_grad():
-            for batch in self.eval_batches():
+        self.engine.synchronize()  # what is pending is training's cost
+        with self.meter.paused(), torch.no_grad():
+            self.engine.eval()
+            total, count = 0.0, 0
+            for batch in self.eval_rows.spread(self.config.eval_rows, self.config.batch_size, self.loader.pad):
                 targets = int((batch["labels"][:, 1:] != IGNORE).sum())
                 total += float(self.engine(**batch).loss) * targets
                 count += targets
-        self.engine.train()
         self.evals.append((step, total / count))
         self.watch.evaluated(step, total / count)
 
-    def eval_batches(self) -> Iterator[dict[str, Any]]:
-        assert self.eval_rows is not None
-        return self.eval_rows.spread(self.config.eval_rows, self.config.batch_size, self.pad)
+
+class _Meter:
+    """What training cost by the engine's own count, pauses left out."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._since: dict[str, Any] | None = None
+        self.total: dict[str, Any] = {"bytes_read": 0, "bytes_written": 0, "seconds": {}, "waited": {}}
+
+    def start(self) -> None:
+        self._since = self._engine.stats()
+
+    def stop(self) -> None:
+        self.total, self._since = self.now(), None
+
+    def now(self) -> dict[str, Any]:
+        """The total up to now."""
+        if self._since is None:
+            return self.total
+        stats, since, total = self._engine.stats(), self._since, self.total
+        new: dict[str, Any] = {key: total[key] + stats[key] - since[key] for key in ("bytes_read", "bytes_written")}
+        for key in ("seconds", "waited"):
+            new[key] = {verb: total[key].get(verb, 0.0) + s - since[key].get(verb, 0.0) for verb, s in stats[key].items()}
+        return new
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens in the block."""
+        running = self._since is not None
+        if running:
+            self.stop()
+        yield
+        if running:
+            self.start()

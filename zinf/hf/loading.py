@@ -1,8 +1,8 @@
 """From a Hugging Face folder or hub id to a model whose weights are in a store, and back to a folder.
 
-    build_on_meta      the architecture: parameters on the meta device, buffers real
-    from_pretrained    that, and the weights imported into a store; memory: a few chunks, never a whole tensor
-    save_extras        everything of a folder that is not weights
+build_on_meta      the architecture: parameters on the meta device, buffers real
+from_pretrained    that, and the weights imported into a store; memory: a few chunks, never a whole tensor
+save_extras        everything of a folder that is not weights
 """
 
 from __future__ import annotations
