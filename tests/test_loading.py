@@ -338,6 +338,10 @@ def test_from_pretrained(tmp_path):
         folder, nvme_path=[tmp_path / "a", tmp_path / "b"], run_name="r", chunk_size=4096, progress=lambda done, total: seen.append((done, total))
     )
     origin = model.zinf_origin
+    assert sharing(model) == sharing(LM.from_pretrained(folder))
+    for n, p in model.named_parameters():
+        assert p.is_leaf and p.requires_grad and p.untyped_storage().nbytes() == p.element_size() and p.isnan().all(), n
+        p.data = torch.zeros(p.shape, dtype=p.dtype)  # as an engine does; meta would refuse
     assert origin.paths == (str(tmp_path / "a" / "r"), str(tmp_path / "b" / "r")) and origin.chunk_size == 4096 and seen[-1][0] == seen[-1][1]
     io = open_engine("auto")
     try:
@@ -350,7 +354,8 @@ def test_from_pretrained(tmp_path):
     finally:
         io.close()
     model.config.bos_token_id = 17
-    origin.save_extras(model, tmp_path / "out")
+    origin.save_extras(model, tmp_path / "out", dtype=torch.float32)
+    assert LM.from_pretrained(tmp_path / "out").dtype == torch.float32, "the config says what the weights are"
     assert sorted(os.listdir(tmp_path / "out")) == [
         "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
