@@ -19,17 +19,23 @@ def kernel_bytes() -> tuple[int, int]:
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
+def settle(engine: Engine) -> None:
+    """Let what is moving come to its end. Steps that are pending stay so: the same at both ends of a measurement."""
+    engine.memory.parts.fetcher.drain()
+    engine.memory.parts.stepper.drain()
+
+
 def bytes_of_a_step(folder, **options):
     """Steady state, per parameter and step: ((read, written) counted by the engine, the same by the kernel, fetches of weights)."""
     model = llama(tied=False, num_hidden_layers=LAYERS, hidden_size=128, intermediate_size=384)
     with Engine(model, nvme_path=str(folder), leaf_bytes=LEAF_BYTES, chunk_size=65536, max_grad_norm=1.0, **HYPER, **options) as engine:
         train(engine, 2)
-        engine.synchronize()
+        settle(engine)
         engine_before, kernel_before = engine.stats(), kernel_bytes()
         for ids in batches(STEPS):
             engine.backward(engine(input_ids=ids, labels=ids).loss)
             engine.step()
-        engine.synchronize()
+        settle(engine)
         engine_after, kernel_after = engine.stats(), kernel_bytes()
         per = engine.layout.numel * STEPS
         counted = tuple((engine_after[k] - engine_before[k]) / per for k in ("bytes_read", "bytes_written"))
@@ -43,7 +49,7 @@ def bytes_of_a_step(folder, **options):
 def test_all_on_nvme(tmp_path):
     """State is read and written once (10 + 10), weights are written once (2) and read as often as the schedule fetches them."""
     counted, seen, fetched = bytes_of_a_step(tmp_path, weights="nvme", state="nvme")
-    assert 1.5 < fetched < 2  # forward and backward, less the layers at the turn
+    assert 1.4 < fetched < 1.5  # forward and backward, less the four slabs at each turn: 2 (16 - 4) / 16, embedding and head apart
     assert counted[0] == pytest.approx(10 + 2 * fetched, rel=0.03)
     assert counted[1] == pytest.approx(12, rel=0.03)
     assert seen == pytest.approx(counted, rel=0.03)

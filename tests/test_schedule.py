@@ -76,6 +76,6 @@ def test_the_engine_does_what_the_schedule_says(tmp_path):
             engine.step()
         cycle = list(engine._train.uses)
         order = [use.shard for use in cycle if use.phase is F]
-        assert cycle == training_cycle(order)
+        assert cycle == training_cycle(order)[:-1]  # the embedding's backward needs no weights
         assert len(order) == 8  # embedding, six blocks, head
         assert engine._train.misses == 0 and engine.stats()["counts"].get("misses", 0) <= 1

@@ -68,6 +68,7 @@ class Engine:
             raise EngineError(f"this {type(model).__name__} already has an engine: close it first")
         self.module = model
         self.extra: dict[str, Any] = {}
+        self._import: dict[str, Any] = {}  # what the import left in the store's manifest
         self.micro_batch_size = config.micro_batch_size
         self.batch_size: int | None = None  # rows of the current forward's batch
         self.origin = getattr(model, "zinf_origin", None)
@@ -263,17 +264,16 @@ class Engine:
         cycle = self._evaluate if phase is Phase.EVALUATE else self._train
         (self._evaluated if phase is Phase.EVALUATE else self._trained).append(use)
         self._now = cycle
-        slabs = self.memory.parts.slabs
         with self._noting():
             self._fetch(shard)
             if not cycle.advance(use):
                 self.trace.count("misses")
-            slabs.pin(shard)
+            shard.hold()
             try:
                 self._prefetch(cycle)
                 shard.wait_fetched()
             finally:
-                slabs.unpin(shard)
+                shard.let_go()
 
     def call_over(self, shard: Shard) -> None:
         """A call's backward is over."""
@@ -344,9 +344,10 @@ class Engine:
     def _snapshot(self) -> dict[str, Any]:
         """All that a resumed engine needs beyond the records, as of the last step."""
         groups = [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in self.optimizer.param_groups]
-        return {"engine": {**self._stepper.state(), "groups": groups, "rng": rng.capture()}, "user": self.extra}
+        return {**self._import, "engine": {**self._stepper.state(), "groups": groups, "rng": rng.capture()}, "user": self.extra}
 
     def _restore(self, committed: dict[str, Any]) -> None:
+        self._import = {k: v for k, v in committed.items() if k not in ("engine", "user")}
         self.extra = committed.get("user", {})
         state = committed.get("engine")
         if state is None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zinf.checkpoint import export_safetensors
+from zinf.chunks import DTYPES
 
 if TYPE_CHECKING:
     from zinf.engine import Engine
@@ -55,7 +56,7 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], max_shard_si
     read = engine.memory.parts.records.read
     export_safetensors(folder, engine.layout, read, names=names, buffers=buffers, max_shard_size=max_shard_size, dtype=dtype)
     if origin is not None:
-        origin.save_extras(module, folder)
+        origin.save_extras(module, folder, dtype=DTYPES[dtype] if dtype is not None else None)
         return
     save_config: Any = getattr(getattr(module, "config", None), "save_pretrained", None)
     if save_config is not None:

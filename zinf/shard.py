@@ -100,7 +100,8 @@ class Shard:
         self.resident = slab is not None  # holds its slab for good
         self.slab, self.valid = slab, False
         self.pins = 0  # reasons not to evict; guarded by slabs.cond
-        self.computing = 0  # bound by this many computations
+        self.computing = 0  # pins that are computations; guarded by slabs.cond
+        self.bound = 0  # nested binds
         self.pending: StepSpec | None = None
         self.grads: list[torch.Tensor | None] = []  # flat grads of each run in host memory, while a step may need them
         self.job: Job | None = None
@@ -183,24 +184,31 @@ class Shard:
 
     def bind(self) -> None:
         """Let the parameters be views of the weights. Nested calls count; the last `unbind` undoes it."""
-        with self.parts.slabs.cond:
-            self.pins += 1
-            self.computing += 1
-        if self.computing > 1:
+        self.hold()
+        self.bound += 1
+        if self.bound > 1:
             return
-        for (*_, p), view, cls in zip(self.params, self._bound_views(), self._classes, strict=True):
+        for (*_, p), view, cls in zip(self.params, self._weights_views(), self._classes, strict=True):
             p.__class__ = cls
             p.data = view
 
     def unbind(self) -> None:
         """Give the parameters back their placeholders. See [Note: one accumulator per call]."""
-        with self.parts.slabs.cond:
-            self.pins -= 1
-            self.computing -= 1
-            if not self.pins:
-                self.parts.slabs.cond.notify_all()
-        if self.computing == 0:
+        self.bound -= 1
+        if self.bound == 0:
             self.make_placeholders()
+        self.let_go()
+
+    def hold(self) -> None:
+        """Compute needs the slab until the matching `let_go`."""
+        with self.parts.slabs.cond:
+            self.pins += 1
+            self.computing += 1
+
+    def let_go(self) -> None:
+        with self.parts.slabs.cond:
+            self.computing -= 1
+        self.parts.slabs.unpin(self)
 
     def make_placeholders(self) -> None:
         for (*_, p), (other, own) in zip(self.params, self._placeholders, strict=True):
@@ -209,7 +217,7 @@ class Shard:
             p.data = own
             p.__class__ = Unbound
 
-    def _bound_views(self) -> list[torch.Tensor]:
+    def _weights_views(self) -> list[torch.Tensor]:
         buffer = self.weights_buffer()
         key = self.slab.index if self.slab is not None else -1
         if self._views[0] != key:

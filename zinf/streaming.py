@@ -169,14 +169,14 @@ def _recomputed(call: Call, forward: Callable, args: Any, kwargs: Any) -> Any:
         return forward(*a, **k)
 
     del args, kwargs
-    bound = shard.computing
+    bound = shard.bound
     try:
         # No early stop: a forward that leaves by an exception would skip what the module does after its last operation.
         with set_checkpoint_early_stop(False):
             out = checkpoint(run, use_reentrant=False)
     finally:
         in_forward = False
-        if shard.computing > bound:
+        if shard.bound > bound:
             shard.unbind()
     inputs.keep()
     return out
