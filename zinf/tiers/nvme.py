@@ -231,27 +231,22 @@ class Store:
 
     def _start_reads(self, wanted: list[tuple[Entry, torch.Tensor]], addresses: list[int]) -> list[Ticket]:
         """Under the lock, with no write of these chunks in flight."""
-        present = [(entry, tensor, address) for (entry, tensor), address in zip(wanted, addresses, strict=True) if entry.newest != UNWRITTEN]
-        if len(present) < len(wanted):
-            for entry, tensor in wanted:
-                if entry.newest == UNWRITTEN:
-                    tensor.zero_()
-        inner = (
-            self._io.submit([("r", e.file, e.offsets[e.newest], address, e.length) for e, _, address in present], [tensor for _, tensor, _ in present])
-            if present
-            else []
-        )
-        started = iter(inner)
+        ops: list[aio.Op] = []
+        owners: list[torch.Tensor] = []
+        for (entry, tensor), address in zip(wanted, addresses, strict=True):
+            if entry.newest == UNWRITTEN:
+                tensor.zero_()
+            else:
+                ops.append(("r", entry.file, entry.offsets[entry.newest], address, entry.length))
+                owners.append(tensor)
+        started = iter(self._io.submit(ops, owners) if ops else ())
         tickets = []
         for entry, tensor in wanted:
             if entry.newest == UNWRITTEN:
                 tickets.append(Ticket(self.model, entry, UNWRITTEN, None))
                 continue
-            ticket = (
-                Ticket(self.model, entry, entry.newest, next(started), tensor, entry.newest_sum)
-                if self._always
-                else Ticket(self.model, entry, entry.newest, next(started))
-            )
+            checked = (tensor, entry.newest_sum) if self._always else (None, None)
+            ticket = Ticket(self.model, entry, entry.newest, next(started), *checked)
             entry.reads = [t for t in entry.reads if not t.done()] if entry.reads else []
             entry.reads.append(ticket)
             self._counts[entry.key[0] + "_read"] += entry.length
