@@ -349,7 +349,7 @@ def test_wrong_arguments_are_named():
         (TypeError, "grads: expected a tensor", lambda: ops.sum_squares(None)),  # type: ignore[arg-type]
         (TypeError, "lo: expected dtype int16", lambda: ops.split(m, hi, g)),
         (ValueError, "dst: expected 8 elements", lambda: ops.join(hi, lo, m[1:])),
-        (ValueError, "dst: shares memory with src", lambda: ops.cast(m[:4], m[2:6])),
+        (ValueError, "dst: shares memory with src", lambda: ops.cast(m[:4], m[3:7])),
         (ValueError, "dst: shares memory with src", lambda: ops.accumulate(m, m)),
         (TypeError, "src: expected dtype", lambda: ops.accumulate(m, lo)),
     ]
