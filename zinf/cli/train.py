@@ -210,7 +210,7 @@ def report(result: Result, wall: float) -> None:
     if stats["steps"] and stats["params"]:
         each = stats["steps"] * stats["params"]
         pairs.append(("NVMe traffic", f"{stats['bytes_read'] / each:.1f} bytes read and {stats['bytes_written'] / each:.1f} written, per parameter and step"))
-    pairs.append(("peak memory", f"{format_bytes(peak_rss())} of this process (RSS), of which zinf's own is within its budgets"))
+    pairs.append(("peak memory", f"{format_bytes(peak_rss())} resident at most: the whole process, Python and torch included"))
     pairs.append(("wall time", text.seconds(wall)))
     if result.output:
         pairs.append(("saved model", result.output))
