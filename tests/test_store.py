@@ -570,3 +570,14 @@ def test_in_place_is_half_the_bytes_and_says_what_is_lost(path: str, model: layo
         assert (get(store, data, A), store.step, store.crash_safe) == (second, 2, False)
     for name in ("weights", "state"):
         assert os.path.getsize(os.path.join(path, name)) * 2 == layout.place(model).sizes[0][name]
+
+
+def test_the_checksum_is_that_of_the_package_and_lets_others_run():
+    import xxhash
+
+    from zinf.tiers import chunk
+
+    for n in (0, 1, 240, 241, 4096, 1 << 20):
+        data = torch.arange(n, dtype=torch.int64).to(torch.uint8)
+        assert chunk.checksum(data) == xxhash.xxh3_64_intdigest(data.numpy().tobytes())
+    assert chunk._xxh3 is not None  # with the package that is installed here
