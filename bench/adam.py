@@ -171,9 +171,8 @@ def main() -> None:
     print(f"{'':20s} {'ms/1e8':>8s} {'cpu':>7s} {'B/param':>8s} {'GB/s':>7s} {'over bound':>11s}")
     for c in contenders:
         ratio = f"{statistics.median(ratios[c.name]):11.2f}" if c.name in ratios else ""
-        print(
-            f"{c.name:20s} {times[c.name] / n * 1e11:8.1f} {cpu[c.name] / n * 1e11:7.1f} {c.bytes_each:8d} {c.bytes_each * n / times[c.name] / 1e9:7.1f} {ratio}"
-        )
+        rate = c.bytes_each * n / times[c.name] / 1e9
+        print(f"{c.name:20s} {times[c.name] / n * 1e11:8.1f} {cpu[c.name] / n * 1e11:7.1f} {c.bytes_each:8d} {rate:7.1f} {ratio}")
     result = {
         "bench": "adam",
         "n": n,
