@@ -10,9 +10,9 @@ Bytes a parameter, each read or written once:
                      others: bf16 to fp32 grads 6, norm 4, scale 8, adam fp32 28, fp32 to bf16 6 52
 
 The bound is those bytes at the speed of a copy with non-temporal stores (8 bytes an fp32), measured in the same round on the same pages and threads.
-`over bound` is bound / time: 1 is as fast as the copy. More than 1 happens: where two cores do not saturate memory, streams that are updated in place are
-faster than a copy, as `accumulate` (m += scale * g, 12 bytes) shows beside it. Ratios are taken inside a round, and the median of the rounds is reported, since machines
-are shared and their memory has fast and slow hours.
+`over bound` is bound / time: 1 is as fast as the copy. More than 1 happens: where two cores do not saturate memory, streams that are updated in
+place are faster than a copy. Ratios are taken inside a round, and the median of the rounds is reported, since machines are shared and their memory has
+fast and slow hours. `cpu` is the processor time of all threads divided by their number: on a machine that others use too, nearer to the time on a quiet one.
 
     python bench/adam.py [--n 1e8] [--rounds 9] [--threads N] [--isa NAME] [--toy]
 
@@ -59,11 +59,13 @@ class Contender:
     def __init__(self, name: str, bytes_each: int, run: Callable[[], object]) -> None:
         self.name, self.bytes_each, self.run = name, bytes_each, run
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []  # of all threads together
 
     def sample(self) -> None:
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         self.run()
         self.seconds.append(time.perf_counter() - start)
+        self.cpu_seconds.append(time.process_time() - cpu_start)
 
 
 def zinf_contenders(n: int, pool: ops.Pool, isa: str) -> list[Contender]:
@@ -163,12 +165,14 @@ def main() -> None:
         ratios = measure(contenders, rounds)
 
     times = {c.name: statistics.median(c.seconds) for c in contenders}
+    cpu = {c.name: statistics.median(c.cpu_seconds) / args.threads for c in contenders}
     speed = 8 * n / times[COPY] / 1e9
     print(f"n {n:.3g}, {args.threads} threads, {args.isa}, {rounds} rounds; bound: {COPY} {speed:.1f} GB/s; torch {torch.__version__}")
-    print(f"{'':20s} {'ms/1e8':>8s} {'B/param':>8s} {'GB/s':>7s} {'over bound':>11s}")
+    print(f"{'':20s} {'ms/1e8':>8s} {'cpu':>7s} {'B/param':>8s} {'GB/s':>7s} {'over bound':>11s}")
     for c in contenders:
         ratio = f"{statistics.median(ratios[c.name]):11.2f}" if c.name in ratios else ""
-        print(f"{c.name:20s} {times[c.name] / n * 1e11:8.1f} {c.bytes_each:8d} {c.bytes_each * n / times[c.name] / 1e9:7.1f} {ratio}")
+        rate = c.bytes_each * n / times[c.name] / 1e9
+        print(f"{c.name:20s} {times[c.name] / n * 1e11:8.1f} {cpu[c.name] / n * 1e11:7.1f} {c.bytes_each:8d} {rate:7.1f} {ratio}")
     result = {
         "bench": "adam",
         "n": n,
@@ -180,6 +184,7 @@ def main() -> None:
         "whole_pass_over_bound": round(statistics.median(ratios["zinf whole pass"]), 3),
         "fp32_vs_torch_fused": round(times["torch fused fp32"] / times["zinf adam fp32"], 3),
         "whole_pass_vs_torch": round(times["torch whole pass"] / times["zinf whole pass"], 3),
+        "cpu_ms_per_1e8": {name: round(seconds / n * 1e11, 2) for name, seconds in cpu.items()},
         "ms_per_1e8": {name: round(seconds / n * 1e11, 2) for name, seconds in times.items()},
     }
     print(json.dumps(result))

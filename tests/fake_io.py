@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import random
 import zlib
@@ -154,3 +155,29 @@ def content(store: Store, data: Bytes) -> dict[Key, bytes]:
     for ticket in store.read(list(data.back.items())):
         ticket.wait()
     return {key: tensor.numpy().tobytes() for key, tensor in data.back.items()}
+
+
+def put(store: Store, data: Bytes, key: Key, seed: int) -> bytes:
+    tensor = data.fill(key, seed)
+    store.write([(key, tensor)])[0].wait()
+    return tensor.numpy().tobytes()
+
+
+def get(store: Store, data: Bytes, key: Key) -> bytes:
+    tensor = data.back[key].fill_(0x55)
+    store.read([(key, tensor)])[0].wait()
+    return tensor.numpy().tobytes()
+
+
+def zeros(data: Bytes, key: Key) -> bytes:
+    return bytes(data.out[key].numel())
+
+
+def fail_writes_of(store: Store, io: FakeIo, key: Key, code: int = errno.ENOSPC, kinds: str = "w") -> None:
+    entry = store._entries[key]
+    places = {(entry.file.path, offset) for offset in entry.offsets}
+    io.fail = lambda kind, path, offset, length: OSError(code, os.strerror(code), path) if kind in kinds and (path, offset) in places else None
+
+
+def heal(io: FakeIo) -> None:
+    io.fail = lambda kind, path, offset, length: None

@@ -120,7 +120,7 @@ def engine_snapshot(engine):
                 buffer = _aligned(chunk.length * run.mode.state_bytes)
                 records.read([((layout.STATE, s, r, chunk.index), buffer)])[0].wait()
                 at = 0
-                for plane, (_, dtype) in zip(planes, run.mode.planes):
+                for plane, (_, dtype) in zip(planes, run.mode.planes, strict=True):
                     nbytes = chunk.length * layout.ITEMSIZE[dtype]
                     plane.append(buffer[at : at + nbytes].view(DTYPES[dtype]).clone())
                     at += nbytes
@@ -136,10 +136,10 @@ def _aligned(nbytes):
 
 def assert_same(a, b):
     """Two snapshots have the same bits."""
-    for kind, x, y in zip(("weights", "state"), a, b):
+    for kind, x, y in zip(("weights", "state"), a, b, strict=True):
         assert x.keys() == y.keys(), f"{kind}: {x.keys() ^ y.keys()}"
         for key in x:
-            for t, u in zip(x[key] if isinstance(x[key], tuple) else (x[key],), y[key] if isinstance(y[key], tuple) else (y[key],)):
+            for t, u in zip(x[key] if isinstance(x[key], tuple) else (x[key],), y[key] if isinstance(y[key], tuple) else (y[key],), strict=True):
                 assert t.dtype == u.dtype and torch.equal(t.contiguous().view(torch.uint8), u.contiguous().view(torch.uint8)), (
                     f"{kind} of {key} differ: {(t.float() - u.float()).abs().max()}"
                 )

@@ -136,8 +136,9 @@ def folder_of(path: Path, tensors: dict[str, torch.Tensor], **files: list[str]) 
 
 def imported(model: layout.Model, folder: Path, late: bool = False, **options) -> Chunks:
     chunks = Chunks(model, late)
+    used = staging.pages(checkpoint.import_nbytes(model)).fill_(0xA5)  # as memory is that was used before
     with checkpoint.SafetensorsSource(folder, **options) as source:
-        checkpoint.import_tensors(model, source, chunks.write)
+        checkpoint.import_tensors(model, source, chunks.write, buffer=used)
     return chunks
 
 
@@ -402,6 +403,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
+EMPTY = b'{"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}'
 MALFORMED = {
     "empty": (b"", "it is cut short"),
     "seven bytes": (b"1234567", "it is cut short"),
@@ -411,10 +413,7 @@ MALFORMED = {
     "not UTF-8": ((b'{"\xff": 1}', b""), "not valid JSON"),
     "deep JSON": ((b"[" * 100000, b""), "not valid JSON"),
     "a list": (([1], b""), "not a JSON object"),
-    "duplicate name": (
-        (b'{"x": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}, "x": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b""),
-        "a key occurs twice",
-    ),
+    "duplicate name": ((b'{"x": ' + EMPTY + b', "x": ' + EMPTY + b"}", b""), "a key occurs twice"),
     "metadata of numbers": (({"__metadata__": {"a": 1}, "x": entry()}, b"12345678"), "__metadata__ is not a map of strings"),
     "no offsets": (({"x": {"dtype": "F32", "shape": [2]}}, b""), "does not have exactly"),
     "unknown dtype": (({"x": entry("F31")}, b"12345678"), "unknown dtype 'F31'"),
@@ -607,9 +606,26 @@ def test_a_crash_at_any_instant_leaves_no_mixture(tmp_path, monkeypatch, old_sha
         if finished:
             break
     assert outcomes == {0, 1} and stop < 99
-    assert sorted(os.listdir(out)) == sorted(
-        os.path.basename(p) for p in checkpoint.export_safetensors(tmp_path / "ref", model, stores[1].read, max_shard_size=sizes[new_shards])
-    )
+    reference = checkpoint.export_safetensors(tmp_path / "ref", model, stores[1].read, max_shard_size=sizes[new_shards])
+    assert sorted(os.listdir(out)) == sorted(os.path.basename(p) for p in reference)
+
+
+def test_bytes_are_durable_before_names(tmp_path, monkeypatch):
+    model = make_layout("fp32")
+    chunks = imported(model, folder_of(tmp_path / "in", random_tensors(torch.float32)))
+    out, events = tmp_path / "out", []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(exporting.os, "fsync", lambda fd: (events.append("fsync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd)))
+    monkeypatch.setattr(exporting.os, "replace", lambda a, b: (events.append("name " + os.path.basename(b)), replace(a, b)))
+    checkpoint.export_safetensors(out, model, chunks.read, max_shard_size=30000)
+    one, two, three = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
+    index, tmp = "model.safetensors.index.json", f".{os.getpid()}.tmp"
+    assert events == [
+        *(f"fsync .{f}{tmp}" for f in (one, two, three, index)),
+        *(f"name {f}" for f in (one, two, three, index)),
+        "fsync out",
+        "fsync out",
+    ]
 
 
 # ---- memory
@@ -622,8 +638,8 @@ from zinf import checkpoint, layout, ops
 from zinf.checkpoint import staging
 
 folder, out, dtype, how = sys.argv[1:]
-ROWS, COLUMNS, COUNT, CHUNK = 3100, 4096, 24, 1 << 20
-shards = [layout.make_shard(f"s{i}", [(f"w{i}", (ROWS, COLUMNS), dtype, True)]) for i in range(COUNT)]  # 25 MB each in bf16
+ROWS, COLUMNS, COUNT, CHUNK = 3100, 4096, 24 if dtype == "bf16" else 12, 1 << 20
+shards = [layout.make_shard(f"s{i}", [(f"w{i}", (ROWS, COLUMNS), dtype, True)]) for i in range(COUNT)]  # 610 MB: 24 tensors of bf16, or 12 of fp32
 model = layout.Model(tuple(shards), CHUNK)
 places = layout.place(model, versions=1)
 fds = {f: os.open(os.path.join(out, f), os.O_RDWR | os.O_CREAT) for f in places.sizes[0]}
@@ -668,7 +684,7 @@ if how == "whole":
     held = load_file(os.path.join(folder, "model.safetensors"))
     total = sum(float(t.float().sum()) for t in held.values())
 else:
-    with checkpoint.SafetensorsSource(folder) as source:
+    with checkpoint.SafetensorsSource(folder, ignore=[f"w{i}" for i in range(COUNT, 24)]) as source:
         checkpoint.import_tensors(model, source, write)
     checkpoint.export_safetensors(os.path.join(out, "hf"), model, read, max_shard_size=200_000_000, dtype="fp32" if dtype == "fp32" else None)
 run = False

@@ -115,6 +115,17 @@ def test_mapping_lives_as_long_as_its_last_view() -> None:
     assert mapping() is None
 
 
+def test_an_arena_that_is_dropped_keeps_its_views() -> None:
+    """A transfer may be in flight to or from them."""
+    before = host.allocated_bytes()
+    view = Arena(1 * MIB).carve(4096, "v").fill_(3)
+    gc.collect()
+    assert (view == 3).all() and host.allocated_bytes() - before == 1 * MIB
+    del view
+    gc.collect()
+    assert host.allocated_bytes() == before
+
+
 def test_registered_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "REGISTER", 4 * MIB)
     io = FakeIo()
@@ -200,7 +211,7 @@ def test_close_wakes_every_waiter() -> None:
         except EngineError as e:
             errors.append(e)
 
-    threads = [threading.Thread(target=wait) for _ in range(3)]
+    threads = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
     for t in threads:
         t.start()
     time.sleep(0.05)

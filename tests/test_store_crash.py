@@ -131,7 +131,7 @@ def train(store: Store, data: Bytes, rng: random.Random, events: list[tuple]) ->
             with pytest.raises(OSError):
                 store.commit(step, {})
             io.fail = lambda *where: None
-            for entry in list(store._dirty):
+            for entry in list(store._dirty.values()):
                 store.write([(entry.key, data.fill(entry.key, 33))])
         expected = content(store, data)
         contents[step] = expected

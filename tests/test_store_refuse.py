@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import multiprocessing
@@ -428,20 +429,35 @@ def test_readers_share(path: str, io: FakeIo) -> None:
         assert store.step == 5
 
 
-def test_a_forked_child_does_not_keep_the_lock(path: str, io: FakeIo) -> None:
+def test_a_forked_child_neither_keeps_the_lock_nor_gives_it_away(path: str, io: FakeIo) -> None:
     make(path, io)
     store = Store.open([path], io)
     go, stop = os.pipe()
+    closed, say_closed = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(stop)
+        store.close()
+        os.write(say_closed, b"1")
         os.read(go, 1)
         os._exit(0)
+    assert os.read(closed, 1) == b"1"
+    with pytest.raises(StoreError, match="in use by this process"):
+        Store.open([path], io)
     store.close()
-    Store.open([path], io).close()
-    os.close(stop)
-    os.close(go)
+    Store.open([path], io).close()  # the child lives
+    for fd in (stop, go, closed, say_closed):
+        os.close(fd)
     os.waitpid(pid, 0)
+
+
+def test_a_store_that_is_dropped_is_not_in_use(path: str, io: FakeIo) -> None:
+    make(path, io)
+    store = Store.open([path], io)
+    assert store.step == 5
+    del store
+    gc.collect()
+    Store.open([path], io).close()
 
 
 def test_the_race_of_two_creators_harms_neither(path: str, io: FakeIo, monkeypatch: pytest.MonkeyPatch) -> None:

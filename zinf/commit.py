@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from zinf.chunks import CallItem
 from zinf.pipeline import Job
-from zinf.shard import CallItem, Parts, Shard
+from zinf.shard import Parts, Shard
 from zinf.trace import Verb
 
 

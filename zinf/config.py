@@ -83,7 +83,7 @@ class Config:
     chunk_size: int = option(1 << 20, f"elements of a chunk, a multiple of {PIECE}")
     crash_safe: bool = option(True, "two versions of each chunk: twice the space, and a kill at any instant loses nothing committed")
     verify: Literal["resume", "always", "off"] = option("resume", "when checksums are examined")
-    commit_every: int | None = option(None, "steps between commits, each of them a checkpoint; 0: only when asked; default: 1, or 50 where state rests in host memory")
+    commit_every: int | None = option(None, "steps between commits (checkpoints); 0: only when asked; default: 1, or 50 where state rests in host memory")
     # input and output
     backend: Literal["auto", "uring", "threads", "python"] = option("auto", "I/O engine")
     block_size: Bytes = option(4 << 20, "largest single read or write")

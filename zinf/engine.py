@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf import memory, rng
-from zinf.checkpoint import export_safetensors
+from zinf import memory, reading, rng
 from zinf.commit import Committer
 from zinf.config import Config
 from zinf.discover import discover, layout_of
@@ -37,7 +36,7 @@ from zinf.optimizer import Optimizer, make_groups
 from zinf.placement import Tier
 from zinf.report import plan_lines, report, stats
 from zinf.schedule import Cycle, Phase, Use, training_cycle
-from zinf.shard import Shard, Unbound
+from zinf.shard import Shard
 from zinf.stepping import Stepper, StepStats
 from zinf.streaming import stream
 
@@ -69,15 +68,16 @@ class Engine:
             raise EngineError(f"this {type(model).__name__} already has an engine: close it first")
         self.module = model
         self.extra: dict[str, Any] = {}
+        self._import: dict[str, Any] = {}  # what the import left in the store's manifest
         self.micro_batch_size = config.micro_batch_size
         self.batch_size: int | None = None  # rows of the current forward's batch
-        self._origin = getattr(model, "zinf_origin", None)
-        self.step_mode = _choose_step_mode(config, self._origin is not None or bool(config.nvme_path))
+        self.origin = getattr(model, "zinf_origin", None)
+        self.step_mode = _choose_step_mode(config, self.origin is not None or bool(config.nvme_path))
         self._units = discover(model, config.blocks, config.leaf_bytes)
-        self.layout = layout_of(self._units, config.chunk_size if self._origin is None else self._origin.chunk_size)
+        self.layout = layout_of(self._units, config.chunk_size if self.origin is None else self.origin.chunk_size)
         groups = make_groups(model, param_groups, config.weight_decay)
         with contextlib.ExitStack() as stack:
-            self.memory = memory.build(self.layout, self._units, model, config, self.step_mode, stack, self._origin, resume)
+            self.memory = memory.build(self.layout, self._units, model, config, self.step_mode, stack, self.origin, resume)
             self._shutdown = weakref.finalize(self, stack.pop_all().close)
         self.shards, self.trace = self.memory.shards, self.memory.parts.trace
         self.optimizer = Optimizer(self, groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay})
@@ -194,36 +194,13 @@ class Engine:
 
     # -- reading ------------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def gather(self, params: str | nn.Parameter | Sequence[str | nn.Parameter]) -> Iterator[None]:
-        """Have the values of `params` (names or parameters) in memory, for reading, within the block. Their whole shards come."""
-        self._check_usable()
-        wanted = {w if isinstance(w, str) else id(w) for w in ([params] if isinstance(params, (str, nn.Parameter)) else params)}
-        unknown = wanted - {key for s in self.shards for _, spec, p in s.params for key in (spec.name, id(p))}
-        if unknown:
-            raise KeyError(f"{', '.join(w if isinstance(w, str) else 'a parameter' for w in unknown)}: not of this engine's model")
-        found = [s for s in self.shards if any(spec.name in wanted or id(p) in wanted for _, spec, p in s.params)]
-        with contextlib.ExitStack() as stack:
-            for shard in found:
-                self._fetch(shard)
-                shard.wait_fetched()
-                shard.bind()
-                stack.callback(shard.unbind if shard is not self.memory.root else _release_root(shard))
-            yield
+    def gather(self, params: str | nn.Parameter | Sequence[str | nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+        """Have the values of `params` (names or parameters) in memory, for reading, within a with block. Their whole shards come."""
+        return reading.gather(self, params)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All weights and buffers in memory, under the model's names. For models that fit; others use save_pretrained."""
-        out: dict[str, torch.Tensor] = {}
-        values: dict[int, torch.Tensor] = {}
-        for shard in self.shards:
-            with self.gather([p for *_, p in shard.params]):
-                for *_, p in shard.params:
-                    values[id(p)] = p.detach().cpu().clone()
-        for name, p in self.module.named_parameters(remove_duplicate=False):
-            out[name] = values[id(p)]
-        persistent = {name for name, b in self.module.named_buffers()} - _non_persistent(self.module)
-        out.update((name, b.detach().clone()) for name, b in self.module.named_buffers() if name in persistent)
-        return out
+        return reading.state_dict(self)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000, dtype: str | None = None) -> None:
         """Write a Hugging Face checkpoint of the weights as they are now, streamed: safetensors, config, tokenizer.
@@ -233,13 +210,7 @@ class Engine:
             max_shard_size: bytes in one file.
             dtype: None for the weights' own; "fp32" for the full master.
         """
-        self.synchronize()
-        names = self._origin.names if self._origin is not None else None
-        export_safetensors(folder, self.layout, self.memory.parts.records.read, names=names, max_shard_size=max_shard_size, dtype=dtype)
-        if self._origin is not None:
-            self._origin.save_extras(self.module, folder)
-        elif hasattr(self.module, "config") and hasattr(self.module.config, "save_pretrained"):
-            self.module.config.save_pretrained(folder)
+        reading.save_pretrained(self, folder, max_shard_size, dtype)
 
     def plan(self) -> list[str]:
         """What goes where, in a few lines for people."""
@@ -270,7 +241,7 @@ class Engine:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        if self.memory.root is not None and self._shutdown.alive:
+        if self.memory.root is not None:
             self.memory.root.unbind()
         self._shutdown()
         self.module.zinf_engine = None  # type: ignore[assignment]
@@ -293,17 +264,16 @@ class Engine:
         cycle = self._evaluate if phase is Phase.EVALUATE else self._train
         (self._evaluated if phase is Phase.EVALUATE else self._trained).append(use)
         self._now = cycle
-        slabs = self.memory.parts.slabs
         with self._noting():
             self._fetch(shard)
             if not cycle.advance(use):
                 self.trace.count("misses")
-            slabs.pin(shard)
+            shard.hold()
             try:
                 self._prefetch(cycle)
                 shard.wait_fetched()
             finally:
-                slabs.unpin(shard)
+                shard.let_go()
 
     def call_over(self, shard: Shard) -> None:
         """A call's backward is over."""
@@ -321,6 +291,13 @@ class Engine:
         if started and pending:
             self._committer.make_if_applied()
         return started
+
+    def bring(self, shard: Shard) -> None:
+        """Have the shard's newest weights where they can be read, outside of any pass."""
+        self._check_usable()
+        with self._noting():
+            self._fetch(shard)
+            shard.wait_fetched()
 
     def _prefetch(self, cycle: Cycle) -> None:
         for index in cycle.upcoming(self.memory.lookahead):
@@ -367,9 +344,10 @@ class Engine:
     def _snapshot(self) -> dict[str, Any]:
         """All that a resumed engine needs beyond the records, as of the last step."""
         groups = [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in self.optimizer.param_groups]
-        return {"engine": {**self._stepper.state(), "groups": groups, "rng": rng.capture()}, "user": self.extra}
+        return {**self._import, "engine": {**self._stepper.state(), "groups": groups, "rng": rng.capture()}, "user": self.extra}
 
     def _restore(self, committed: dict[str, Any]) -> None:
+        self._import = {k: v for k, v in committed.items() if k not in ("engine", "user")}
         self.extra = committed.get("user", {})
         state = committed.get("engine")
         if state is None:
@@ -425,23 +403,8 @@ def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "use_cache": False}
 
 
-def _non_persistent(model: nn.Module) -> set[str]:
-    return {f"{name}.{b}" if name else b for name, m in model.named_modules() for b in m._non_persistent_buffers_set}
-
-
 def _plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, type(None))) or (isinstance(value, (list, tuple)) and all(map(_plain, value)))
-
-
-def _release_root(shard: Shard) -> Callable[[], None]:
-    """The root stays bound: undo one bind without touching the parameters."""
-
-    def release() -> None:
-        with shard.parts.slabs.cond:
-            shard.pins -= 1
-            shard.computing -= 1
-
-    return release
 
 
 def _weak(method: Any) -> Callable[..., Any]:
@@ -464,6 +427,3 @@ def _taker(stepper: weakref.ref[Stepper], shard: Shard, i: int) -> Callable[[nn.
             owner.take(owner.shards[index], i, p)
 
     return take
-
-
-__all__ = ["Engine", "StepStats", "Unbound"]

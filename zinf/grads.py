@@ -19,9 +19,10 @@ from collections.abc import Sequence
 
 import torch
 
+from zinf.chunks import DTYPES
 from zinf.layout import PARAM_ALIGN, round_up
 from zinf.placement import Plan
-from zinf.shard import DTYPES, Shard
+from zinf.shard import Shard
 from zinf.tiers.device import DONE, Event
 from zinf.tiers.host import Arena, Slot, Slots
 from zinf.trace import Verb

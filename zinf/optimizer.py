@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zinf.chunks import Hyper, Segment, StepSpec
 from zinf.errors import ConfigError
-from zinf.shard import Hyper, Segment, Shard, StepSpec
+from zinf.shard import Shard
 
 if TYPE_CHECKING:
     from zinf.engine import Engine
@@ -80,9 +81,8 @@ def make_groups(model: nn.Module, groups: Sequence[dict[str, Any]] | None, weigh
             seen.add(id(p))
     missing = [name for i, name in names.items() if i not in seen]
     if missing:
-        raise ConfigError(
-            f"param_groups lacks {', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}: add them, or freeze them with requires_grad_(False)"
-        )
+        which = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ConfigError(f"param_groups lacks {which}: add them, or freeze them with requires_grad_(False)")
     return list(groups)
 
 

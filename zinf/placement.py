@@ -123,9 +123,19 @@ def plan(model: layout.Model, request: Request, root: int | None, pinned: Sequen
     _check("device", sum(device.values()), request.device_memory, device, "device_memory")
     slot_state, slot_weights = _slot_nbytes(model)
     return Plan(
-        tuple(tiers_w), tuple(t for t in state if t is not None), slabs, slot_state, request.state_slots if request.on_nvme else 0, slot_weights, 0 if request.direct else request.state_slots,
-        0 if request.grads_wait else _grad_buffers(model), host["arriving grads"], pass_buffers, {k: v for k, v in host.items() if v}, {k: v for k, v in device.items() if v},
-    )  # fmt: skip
+        weights=tuple(tiers_w),
+        state=tuple(t for t in state if t is not None),
+        slabs=slabs,
+        state_slot_nbytes=slot_state,
+        state_slots=request.state_slots if request.on_nvme else 0,
+        weights_slot_nbytes=slot_weights,
+        weights_slots=0 if request.direct else request.state_slots,
+        grad_buffers=0 if request.grads_wait else _grad_buffers(model),
+        grads_staging=host["arriving grads"],
+        pass_buffers=pass_buffers,
+        host={k: v for k, v in host.items() if v},
+        device={k: v for k, v in device.items() if v},
+    )
 
 
 def _slot_nbytes(model: layout.Model) -> tuple[int, int]:
@@ -225,5 +235,6 @@ def _check(tier: str, need: int, budget: int | None, parts: dict[str, int], opti
     if budget is not None and need > budget:
         items = ", ".join(f"{k} {human(v)}" for k, v in sorted(parts.items(), key=lambda kv: -kv[1]) if v)
         raise BudgetError(
-            f"{tier} memory: zinf needs {human(need)} ({items}) but {option} is {human(budget)}: raise {option}, or lower chunk_size, the batch, or what is placed there"
+            f"{tier} memory: zinf needs {human(need)} ({items}) but {option} is {human(budget)}: "
+            f"raise {option}, or lower chunk_size, the batch, or what is placed there"
         )

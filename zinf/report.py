@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from zinf.layout import place
 from zinf.placement import Tier, human
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ def plan_lines(engine: Engine) -> list[str]:
     trainable = sum(p.numel for s in engine.layout.shards for r in s.runs if r.trainable for p in r.params)
     dtypes = "/".join(dict.fromkeys(r.dtype for s in engine.layout.shards for r in s.runs))
     budget = {"host": config.host_memory, "device": config.device_memory}
+    largest = max(s.weights_nbytes for s in engine.layout.shards)
+    size = f"{engine.layout.numel / 1e6:.1f} M parameters ({trainable / 1e6:.1f} M trained, {dtypes})"
     lines = [
-        f"model    {engine.layout.numel / 1e6:.1f} M parameters ({trainable / 1e6:.1f} M trained, {dtypes}) in {len(engine.shards)} shards, largest {human(max(s.weights_nbytes for s in engine.layout.shards))}",
+        f"model    {size} in {len(engine.shards)} shards, largest {human(largest)}",
         f"weights  {_where(engine, 'weights')}",
         f"state    {_where(engine, 'state')}",
     ]
@@ -38,9 +41,10 @@ def plan_lines(engine: Engine) -> list[str]:
         limit = f" of {human(most)}" if most is not None else ""
         lines.append(f"{tier:<8} {human(total)}{limit}: {', '.join(f'{name} {human(n)}' for name, n in parts.items())}")
     if store is not None:
-        lines.append(
-            f"NVMe     {human(store.stats()['allocated'])} in {', '.join(store.paths)}; {'two versions of each chunk' if config.crash_safe else 'one version: not crash safe'}"
-        )
+        versions = 2 if config.crash_safe else 1
+        nbytes = place(engine.layout, versions=versions).nbytes(0)
+        kept = "two versions of each chunk" if versions == 2 else "one version, not crash safe"
+        lines.append(f"NVMe     {human(nbytes)} in {', '.join(store.paths)}: {kept}")
     backend = f", I/O by {engine.memory.io.name}" if engine.memory.io is not None else ""
     how = "under the next forward" if engine.step_mode == "deferred" else "under backward"
     lines.append(f"step     {config.optimizer}, {how}; device {engine.memory.parts.device.name}{backend}")

@@ -28,51 +28,16 @@ import torch
 from torch import nn
 
 from zinf import layout, ops
+from zinf.chunks import DTYPES, ChunkItem, StepSpec
 from zinf.errors import EngineError
-from zinf.layout import STATE, WEIGHTS, Chunk, Key
+from zinf.layout import Chunk
 from zinf.pipeline import Job, Pipeline
 from zinf.schedule import Cycle
 from zinf.slabs import Slab, Slabs
-from zinf.tiers.device import DONE, Device, Event
-from zinf.tiers.host import Slot, Slots
+from zinf.tiers.device import Device, Event
+from zinf.tiers.host import Slots
 from zinf.tiers.records import Records
 from zinf.trace import Trace, Verb
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}
-
-
-@dataclasses.dataclass(frozen=True)
-class Hyper:
-    """Hyperparameters of one parameter group, as of one step."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Elements [start, end) of a run that are stepped alike; `step` counts from 1 (bias correction)."""
-
-    start: int
-    end: int
-    hyper: Hyper
-    step: int
-
-
-@dataclasses.dataclass
-class StepSpec:
-    """One shard's step: what multiplies its grads, and the segments of each run. A run without segments is left alone.
-
-    `gate` runs on the stepping thread before anything is changed, and raises if the step must not be made.
-    """
-
-    scale: float
-    segments: list[list[Segment]]
-    gate: Callable[[], None] | None = None
 
 
 @dataclasses.dataclass
@@ -114,12 +79,15 @@ class Unbound(nn.Parameter):
         )
 
 
-_METADATA = frozenset(
-    [f"{a}.__get__" for a in "shape dtype device layout requires_grad is_leaf grad grad_fn ndim is_cuda is_meta is_sparse is_quantized is_nested is_mkldnn is_xla is_cpu is_mps is_xpu itemsize nbytes output_nr retains_grad names _backward_hooks _post_accumulate_grad_hooks _grad _version is_mtia is_ipu is_vulkan is_maia is_sparse_csr".split()]
-    + ["requires_grad.__set__", "grad.__set__", "_grad.__set__", "_post_accumulate_grad_hooks.__set__", "_backward_hooks.__set__"]
-    + "size numel dim ndimension nelement element_size stride storage_offset is_contiguous is_floating_point is_complex is_signed is_inference is_same_size "
-    "get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__ untyped_storage data_ptr is_shared is_pinned has_names is_set_to".split()
-)  # fmt: skip
+# Attributes and methods that tell about a tensor without reading its values.
+_GET = """shape dtype device layout requires_grad is_leaf grad grad_fn ndim itemsize nbytes output_nr retains_grad names _grad _version
+    is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_xla is_mps is_xpu is_mtia is_ipu is_vulkan is_maia
+    _backward_hooks _post_accumulate_grad_hooks"""
+_SET = "requires_grad grad _grad _backward_hooks _post_accumulate_grad_hooks"
+_CALL = """size numel dim ndimension nelement element_size stride storage_offset is_contiguous is_floating_point is_complex is_signed is_inference
+    is_same_size get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__ untyped_storage data_ptr
+    is_shared is_pinned has_names is_set_to"""
+_METADATA = frozenset([*(f"{a}.__get__" for a in _GET.split()), *(f"{a}.__set__" for a in _SET.split()), *_CALL.split()])
 
 
 class Shard:
@@ -132,7 +100,8 @@ class Shard:
         self.resident = slab is not None  # holds its slab for good
         self.slab, self.valid = slab, False
         self.pins = 0  # reasons not to evict; guarded by slabs.cond
-        self.computing = 0  # bound by this many computations
+        self.computing = 0  # pins that are computations; guarded by slabs.cond
+        self.bound = 0  # nested binds
         self.pending: StepSpec | None = None
         self.grads: list[torch.Tensor | None] = []  # flat grads of each run in host memory, while a step may need them
         self.job: Job | None = None
@@ -215,24 +184,31 @@ class Shard:
 
     def bind(self) -> None:
         """Let the parameters be views of the weights. Nested calls count; the last `unbind` undoes it."""
-        with self.parts.slabs.cond:
-            self.pins += 1
-            self.computing += 1
-        if self.computing > 1:
+        self.hold()
+        self.bound += 1
+        if self.bound > 1:
             return
-        for (*_, p), view, cls in zip(self.params, self._bound_views(), self._classes, strict=True):
+        for (*_, p), view, cls in zip(self.params, self._weights_views(), self._classes, strict=True):
             p.__class__ = cls
             p.data = view
 
     def unbind(self) -> None:
         """Give the parameters back their placeholders. See [Note: one accumulator per call]."""
-        with self.parts.slabs.cond:
-            self.pins -= 1
-            self.computing -= 1
-            if not self.pins:
-                self.parts.slabs.cond.notify_all()
-        if self.computing == 0:
+        self.bound -= 1
+        if self.bound == 0:
             self.make_placeholders()
+        self.let_go()
+
+    def hold(self) -> None:
+        """Compute needs the slab until the matching `let_go`."""
+        with self.parts.slabs.cond:
+            self.pins += 1
+            self.computing += 1
+
+    def let_go(self) -> None:
+        with self.parts.slabs.cond:
+            self.computing -= 1
+        self.parts.slabs.unpin(self)
 
     def make_placeholders(self) -> None:
         for (*_, p), (other, own) in zip(self.params, self._placeholders, strict=True):
@@ -241,7 +217,7 @@ class Shard:
             p.data = own
             p.__class__ = Unbound
 
-    def _bound_views(self) -> list[torch.Tensor]:
+    def _weights_views(self) -> list[torch.Tensor]:
         buffer = self.weights_buffer()
         key = self.slab.index if self.slab is not None else -1
         if self._views[0] != key:
@@ -269,227 +245,3 @@ def _placeholders(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.Ten
     other = torch.float32 if dtype is not torch.float32 else torch.bfloat16
     nan = float("nan")
     return torch.full((1,), nan, dtype=other).expand(shape), torch.full((1,), nan, dtype=dtype).expand(shape)
-
-
-class ChunkItem:
-    """One chunk of one shard on its way to compute: read, step, upload, write. See pipeline.Item."""
-
-    __slots__ = (
-        "_events",
-        "_reads",
-        "_slots",
-        "_started",
-        "_writes",
-        "chunk",
-        "had_weights",
-        "keys",
-        "pipeline",
-        "run",
-        "segments",
-        "shard",
-        "spec",
-        "state",
-        "weights",
-    )
-
-    def __init__(self, shard: Shard, run: int, chunk: Chunk, segments: list[Segment], spec: StepSpec | None, had_weights: bool, pipeline: Pipeline):
-        self.shard, self.run, self.chunk, self.segments, self.spec = shard, run, chunk, segments, spec
-        self.had_weights, self.pipeline = had_weights, pipeline
-        self.keys: tuple[Key, Key] = ((WEIGHTS, shard.index, run, chunk.index), (STATE, shard.index, run, chunk.index))
-        self.weights: torch.Tensor | None = None  # host bytes of the chunk's weights
-        self.state: torch.Tensor | None = None
-        self._slots: list[Slot] = []
-        self._reads: list = []
-        self._writes: list = []
-        self._events: list[Event] = []
-
-    def start(self) -> bool:
-        parts, records = self.shard.parts, self.shard.parts.records
-        reads = []
-        weights, state = records.home(self.keys[0]), records.home(self.keys[1])
-        if weights is None and parts.device.direct:
-            weights = self.shard.chunk_view(self.run, self.chunk)
-            if not self.had_weights:
-                reads.append((self.keys[0], weights))
-        elif weights is None and (self.segments or not self.had_weights):
-            weights = self._slot(parts.weights_slots[self.pipeline], self.chunk.length * self.shard.spec.runs[self.run].mode.weights_bytes)
-            if weights is None:
-                return False
-            reads.append((self.keys[0], weights))
-        if self.segments and state is None:
-            assert parts.state_slots is not None
-            state = self._slot(parts.state_slots, self.chunk.length * self.shard.spec.runs[self.run].mode.state_bytes)
-            if state is None:
-                self._release()
-                return False
-            reads.append((self.keys[1], state))
-        self.weights, self.state = weights, state
-        if reads:
-            assert records.store is not None
-            parts.trace.begin(Verb.FETCH)
-            try:
-                self._reads = records.store.read(reads)
-            except BaseException:
-                parts.trace.end(Verb.FETCH, self.shard.index)
-                raise
-        return True
-
-    def work(self) -> None:
-        parts = self.shard.parts
-        self._landed()
-        if self.segments:
-            assert self.spec is not None
-            if self.spec.gate is not None:
-                self.spec.gate()
-            with parts.trace.span(Verb.STEP, self.shard.index):
-                self._step()
-            self._flush()
-        stale = bool(self.segments) or not self.had_weights
-        if not parts.device.direct and stale and self.shard.slab is not None:
-            assert self.weights is not None
-            event = parts.device.upload(self.weights, self.shard.chunk_view(self.run, self.chunk))
-            self._events.append(event)
-            self.shard._uploads.append(event)
-
-    def _landed(self) -> None:
-        if self._reads:
-            try:
-                for ticket in self._reads:
-                    ticket.wait()
-            finally:
-                self._reads = []
-                self.shard.parts.trace.end(Verb.FETCH, self.shard.index)
-
-    def _step(self) -> None:
-        run = self.shard.spec.runs[self.run]
-        grads = self.shard.grads[self.run]
-        assert self.weights is not None and self.state is not None and grads is not None and self.spec is not None
-        weights = self.weights.view(DTYPES[run.dtype])
-        planes, at = [], 0
-        for _, dtype in run.mode.planes:
-            nbytes = self.chunk.length * layout.ITEMSIZE[dtype]
-            planes.append(self.state[at : at + nbytes].view(DTYPES[dtype]))
-            at += nbytes
-        first = self.chunk.start
-        for s in self.segments:
-            a, b = max(s.start - first, 0), min(s.end - first, self.chunk.length)
-            h = s.hyper
-            ops.adam(
-                weights[a:b], tuple(p[a:b] for p in planes), grads[first + a : first + b],
-                lr=h.lr, beta1=h.beta1, beta2=h.beta2, eps=h.eps, weight_decay=h.weight_decay, decoupled=h.decoupled,
-                step=s.step, grad_scale=self.spec.scale, pool=self.shard.parts.pool,
-            )  # fmt: skip
-
-    def _flush(self) -> None:
-        records = self.shard.parts.records
-        assert self.weights is not None and self.state is not None
-        writes = []
-        for key, buffer in zip(self.keys, (self.weights, self.state), strict=True):
-            if records.home(key) is not None:
-                records.touch(key)
-            else:
-                writes.append((key, buffer))
-        if writes:
-            assert records.store is not None
-            self.shard.parts.trace.begin(Verb.FLUSH)
-            try:
-                self._writes = records.store.write(writes)
-            except BaseException:
-                self.shard.parts.trace.end(Verb.FLUSH, self.shard.index)
-                raise
-
-    def finish(self, timeout: float | None) -> bool:
-        for ticket in self._writes:
-            if timeout is None:
-                ticket.wait()
-            elif not ticket.done():
-                if timeout == 0:
-                    return False
-                try:
-                    ticket.wait(timeout)
-                except TimeoutError:
-                    return False
-            else:
-                ticket.wait()
-        self._written()
-        for event in self._events:
-            if timeout == 0 and not event.done():
-                return False
-            event.wait()
-        self._release()
-        return True
-
-    def _written(self) -> None:
-        if self._writes:
-            self._writes = []
-            self.shard.parts.trace.end(Verb.FLUSH, self.shard.index)
-
-    def abandon(self) -> None:
-        for waitable in (*self._reads, *self._writes, *self._events):
-            try:
-                waitable.wait()
-            except Exception:  # the job already carries its first error
-                pass
-        if self._reads:
-            self._reads = []
-            self.shard.parts.trace.end(Verb.FETCH, self.shard.index)
-        self._written()
-        self._release()
-
-    def _slot(self, slots: Slots, nbytes: int) -> torch.Tensor | None:
-        slot = slots.try_acquire()
-        if slot is None:
-            return None
-        self._slots.append(slot)
-        return slot.buffer[:nbytes]
-
-    def _release(self) -> None:
-        for slot in self._slots:
-            slot.release()
-        self._slots = []
-
-
-class NormItem:
-    """The sum of squares of a shard's grads, once they are in host memory."""
-
-    def __init__(self, shard: Shard, arrived: Event, found: Callable[[float], None]):
-        self._shard, self._arrived, self._found = shard, arrived, found
-
-    def start(self) -> bool:
-        return True
-
-    def work(self) -> None:
-        self._arrived.wait()
-        total = 0.0
-        for run, grads in zip(self._shard.spec.runs, self._shard.grads, strict=True):
-            if grads is not None:
-                total = ops.sum_squares(grads[: run.numel], total, pool=self._shard.parts.pool)
-        self._found(total)
-
-    def finish(self, timeout: float | None) -> bool:
-        return True
-
-    def abandon(self) -> None:
-        pass
-
-
-class CallItem:
-    """Anything else that must happen in order with the moves, as one item."""
-
-    def __init__(self, call: Callable[[], None]):
-        self._call = call
-
-    def start(self) -> bool:
-        return True
-
-    def work(self) -> None:
-        self._call()
-
-    def finish(self, timeout: float | None) -> bool:
-        return True
-
-    def abandon(self) -> None:
-        pass
-
-
-__all__ = ["DONE", "CallItem", "ChunkItem", "Hyper", "NormItem", "Parts", "Segment", "Shard", "StepSpec", "Unbound"]

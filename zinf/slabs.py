@@ -65,15 +65,17 @@ class Slabs:
                 if all(slab.holder is not None and slab.holder.computing for slab in slabs):
                     names = ", ".join(slab.holder.name for slab in slabs if slab.holder)
                     raise BudgetError(
-                        f"{shard.name} needs a slab of {human(slabs[0].buffer.numel())}, and all {len(slabs)} of that size are computing ({names}): raise device_memory"
+                        f"{shard.name} needs a slab of {human(slabs[0].buffer.numel())}, and all {len(slabs)} of that size are computing ({names}): "
+                        "raise device_memory"
                     )
                 with self._trace.wait(Verb.FLUSH):
                     self.cond.wait()
 
     def _evict_one(self, slabs: list[Slab], cycle: Cycle, before: int | None) -> Slab | None:
-        holders = {slab.holder.index: slab for slab in slabs if slab.holder is not None and not slab.holder.pins}
+        """Evict the holder whose use is farthest away. None if that one is still moving: the second best is needed sooner."""
+        holders = {slab.holder.index: slab for slab in slabs if slab.holder is not None and not slab.holder.computing}
         out = victim(holders, cycle, before)
-        if out is None:
+        if out is None or holders[out].holder.pins:  # type: ignore[union-attr]
             return None
         self._evict(holders[out])
         return holders[out]

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zinf.chunks import NormItem, StepSpec
 from zinf.commit import Committer
 from zinf.config import Config
 from zinf.errors import EngineError, NonFiniteError
 from zinf.grads import ShardGrads
 from zinf.optimizer import Optimizer, clip_scale, step_spec, total_norm
 from zinf.pipeline import Job
-from zinf.shard import NormItem, Shard, StepSpec
+from zinf.shard import Shard
 from zinf.trace import Verb
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class Stepper:
         grads = self.grads.of[shard.index]
         if not grads.open and (shard.index in self._early or grads.assigned):
             raise EngineError(
-                f"{shard.name} got a gradient after its step: set gradient_accumulation_steps to the number of backwards in a step, and call step() after the last"
+                f"{shard.name} got a gradient after its step: set gradient_accumulation_steps to the number of backwards in a step, "
+                "and call step() after the last"
             )
         grads.take(i, grad)
         open_calls = [call for call in shard.calls if not call.over]
@@ -240,8 +242,8 @@ class Stepper:
         store = self.parts.records.store
         if store is None or store.step != self.global_step:
             raise NonFiniteError(
-                f"a gradient was not finite at step {self.global_step + 1}, and shards stepped before it cannot be undone, as step {self.global_step} was not committed: "
-                "go on from the last commit, with step_mode deferred or commit_every 1"
+                f"a gradient was not finite at step {self.global_step + 1}, and shards stepped before it cannot be undone, "
+                f"as step {self.global_step} was not committed: go on from the last commit, with step_mode deferred or commit_every 1"
             )
         self.parts.slabs.evict_all()
         for shard in self.shards:

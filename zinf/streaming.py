@@ -169,14 +169,14 @@ def _recomputed(call: Call, forward: Callable, args: Any, kwargs: Any) -> Any:
         return forward(*a, **k)
 
     del args, kwargs
-    bound = shard.computing
+    bound = shard.bound
     try:
         # No early stop: a forward that leaves by an exception would skip what the module does after its last operation.
         with set_checkpoint_early_stop(False):
             out = checkpoint(run, use_reentrant=False)
     finally:
         in_forward = False
-        if shard.computing > bound:
+        if shard.bound > bound:
             shard.unbind()
     inputs.keep()
     return out
@@ -216,7 +216,8 @@ def _refuse_cache(module: nn.Module, kwargs: dict[str, Any]) -> None:
     for key, value in kwargs.items():
         if value is not None and type(value).__name__.endswith("Cache") and hasattr(value, "update"):
             raise EngineError(
-                f"{type(module).__name__} was given a KV cache ({key}) while training: pass use_cache=False (recompute would fill it twice and change gradients)"
+                f"{type(module).__name__} was given a KV cache ({key}) while training: pass use_cache=False "
+                "(recompute would fill it twice and change gradients)"
             )
 
 

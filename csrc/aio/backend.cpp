@@ -4,12 +4,16 @@
 
 namespace zinf::aio {
 
+void Backend::check_open() const {
+    if (closing_) throw ClosedError("the I/O engine is closed");
+}
+
 std::shared_ptr<File> Backend::open(const std::string& path, bool write, bool create, Direct direct) {
     auto file = File::open(path, write, create, direct);
     const int slot = adopt(file->fd());
     file->attach(weak_from_this(), slot);
     std::lock_guard lock(mutex_);
-    if (closing_) throw ClosedError("the I/O engine is closed");
+    check_open();
     std::erase_if(files_, [](const std::weak_ptr<File>& known) { return known.expired(); });
     files_.push_back(file);
     return file;

@@ -1,6 +1,7 @@
 // What the bindings know of a backend. Two implement it: Reactor (io_uring) and ThreadPool (pread and pwrite).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -31,6 +32,7 @@ class Backend : public FileTable, public std::enable_shared_from_this<Backend> {
 public:
     explicit Backend(const Options& options) : options_(options) {}
 
+    void check_open() const;  // throws ClosedError
     std::shared_ptr<File> open(const std::string& path, bool write, bool create, Direct direct);
     // All or none: throws ClosedError without having queued anything. Every request has acquired its file.
     void submit(std::vector<RequestPtr> batch);
@@ -56,9 +58,9 @@ protected:
     Faults faults_;
 
 private:
-    std::mutex mutex_;  // guards what follows
+    std::mutex mutex_;  // guards the list of files
     std::vector<std::weak_ptr<File>> files_;
-    bool closing_ = false;
+    std::atomic<bool> closing_{false};
     std::mutex stopping_;  // held while the one closer stops the threads, so that every other closer returns after it
     bool stopped_ = false;
 };

@@ -229,6 +229,7 @@ private:
 
     Backend& use() const {
         if (foreign()) throw ClosedError("the I/O engine belongs to the process that made it; open another one after fork()");
+        backend_->check_open();
         return *backend_;
     }
 

@@ -37,7 +37,6 @@ Reactor::Reactor(const Options& options) : Backend(options), pieces_(options.que
 
 Reactor::~Reactor() {
     if (thread_.joinable()) stop();
-    ::close(eventfd_);
 }
 
 // ---- other threads
@@ -151,6 +150,7 @@ void Reactor::stop() {
         if (!std::exchange(signalled_, true)) wake();
     }
     thread_.join();
+    ::close(eventfd_);  // nobody wakes a reactor that is stopping
 }
 
 // ---- the reactor thread

@@ -60,13 +60,24 @@ def open_engine(backend: str = "auto", *, block_size: int = 4 << 20, queue_depth
         try:
             engine = _makers[name](options)
         except (ImportError, OSError) as error:
-            reasons.append(f"{name}: {error.strerror if isinstance(error, OSError) else error}")
+            reasons.append(f"{name}: {_reason(error)}")
             continue
         _live.add(engine)
         if backend == "auto":
             log.info("I/O backend %s%s", name, f" ({'; '.join(reasons)})" if reasons else "")
         return engine
     raise ConfigError(f"I/O backend {backend!r} cannot run here: {'; '.join(reasons)}")
+
+
+def _reason(error: ImportError | OSError) -> str:
+    if isinstance(error, ImportError):
+        return f"the compiled module is not there ({error})"
+    why = error.strerror or str(error)
+    if why.startswith("io_uring_setup"):
+        from zinf.aio.probe import probe
+
+        return f"io_uring_setup: {probe()['why'] or why}"
+    return why
 
 
 def _native(name: str) -> Callable[[dict[str, int]], IoEngine]:

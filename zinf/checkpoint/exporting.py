@@ -1,8 +1,9 @@
 """export: the chunks of a store -> a normal Hugging Face folder of safetensors files, streamed.
 
 [Note: a crash leaves no half checkpoint] Files are written under temporary names and fsynced. Then, in this order: the index of
-an older checkpoint goes, so that its files can no longer be mistaken for a whole one; each file gets its name; the new index
-gets its name; older files that nobody lists go. A folder that has an index, or model.safetensors alone, is always whole.
+an older checkpoint goes, so that its files cannot be taken for a whole one together with new ones; each file gets its name; the
+new index gets its name; older files that nobody lists go (model.safetensors, which readers prefer, is whole until then). So a
+folder that has model.safetensors or an index is whole at every instant.
 """
 
 from __future__ import annotations
@@ -208,11 +209,8 @@ class _Folder:
             _pwrite(fd, self._path(INDEX), 0, index.encode())
             os.fsync(fd)
         stale = [f for f in os.listdir(self.folder) if f in (SINGLE, INDEX) or _SHARD.fullmatch(f)]
-        if index is not None:
-            for file in (INDEX, SINGLE):
-                if file in stale:
-                    os.unlink(self._path(file))
-                    stale.remove(file)
+        if index is not None and INDEX in stale:
+            os.unlink(self._path(INDEX))
             self._sync()
         for file in files:
             os.replace(self._temporary(file), self._path(file))

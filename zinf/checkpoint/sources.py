@@ -27,8 +27,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # what c
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 CONVERT = (  # with the folder
-    'convert them once: python -c "from transformers import AutoModelForCausalLM as M; '
-    "M.from_pretrained('{}', dtype='auto').save_pretrained('NEW_FOLDER')\""
+    "convert them once: python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{}', dtype='auto').save_pretrained('NEW_FOLDER')\""
 )
 
 

@@ -1,8 +1,8 @@
 """From a Hugging Face folder or hub id to a model whose weights are in a store, and back to a folder.
 
-    build_on_meta      the architecture: parameters on the meta device, buffers real
-    from_pretrained    that, and the weights imported into a store; memory: a few chunks, never a whole tensor
-    save_extras        everything of a folder that is not weights
+build_on_meta      the architecture: parameters on the meta device, buffers real
+from_pretrained    that, and the weights imported into a store; memory: a few chunks, never a whole tensor
+save_extras        everything of a folder that is not weights
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Origin:
         """The persistent buffers of `model` under their names in exported files, for export_safetensors(buffers=...)."""
         return {self.buffers.get(name, name): b for name, b in persistent_buffers(model).items()}
 
-    def save_extras(self, model: Any, out: str | os.PathLike[str]) -> None:
+    def save_extras(self, model: Any, out: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
         """save_extras(), for models that have an origin."""
-        save_extras(model, out, self)
+        save_extras(model, out, self, dtype=dtype)
 
 
 def resolve(name_or_dir: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None, code: bool = False) -> str:
@@ -251,8 +251,8 @@ def from_pretrained(
 ) -> nn.Module:
     """A transformers model whose weights are in a store, ready for zinf.Engine. Host memory: a few chunks.
 
-    The checkpoint is checked in full before the store is made. The model has `zinf_origin` (Origin); its parameters stay on
-    the meta device until an engine takes it.
+    The checkpoint is checked in full before the store is made. The model has `zinf_origin` (Origin); until an engine takes
+    it, its parameters are NaN, a single element each (make_placeholders).
 
     Args:
         name_or_dir: a folder, or a hub id.
@@ -290,6 +290,7 @@ def from_pretrained(
         origin = Origin(folder, tuple(paths), plan.chunk, names.save, names.buffers, extra_files(folder))
         if not resume:
             _import(plan, source, origin, crash_safe, overwrite, backend, progress)
+    make_placeholders(model)
     model.zinf_origin = origin  # type: ignore[assignment]
     return model
 
@@ -327,6 +328,20 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         if name not in parameters and isinstance(tensor, torch.Tensor):
             found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
+
+
+def make_placeholders(model: nn.Module) -> None:
+    """Put CPU parameters of true shape and dtype, but of one element (NaN) expanded, in the place of those on meta.
+
+    The data of a parameter on meta cannot be set, so an engine could not let it be a view of a slab.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                if p not in made:
+                    made[p] = nn.Parameter(torch.full((), float("nan"), dtype=p.dtype).expand(p.shape), requires_grad=p.requires_grad)
+                module._parameters[name] = made[p]
 
 
 def load_buffers(model: nn.Module, source: SafetensorsSource, names: Names) -> None:

@@ -185,6 +185,7 @@ class Lock:
     def __init__(self, paths: Sequence[str], *, shared: bool = False) -> None:
         """Raises StoreError that names the holder's pid, or why there can be no lock."""
         self._fds: list[int] = []
+        self._pid = os.getpid()
         try:
             # In one order for all, so that two runs over the same paths in another order cannot block half of each other.
             for path in sorted(paths):
@@ -228,13 +229,17 @@ class Lock:
             os.close(fd)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Idempotent. In a forked child, which shares the open files, it leaves the lock with the parent."""
         while self._fds:
             fd = self._fds.pop()
-            # Explicitly: a forked child may share this open file, and closing alone would leave the lock with it.
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)
+            if self._pid == os.getpid():
+                # Explicitly: closing alone would leave the lock with the children that share the open file.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
+
+    def __del__(self) -> None:
+        self.release()  # of a store that was dropped without close(): else it is "in use by this process" until the process ends
 
 
 def holder(path: str) -> int | None:

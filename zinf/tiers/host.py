@@ -9,15 +9,20 @@ allocated_bytes(), which the engine holds against `host_memory`.
 
 [Note: memory outlives its arena while a view lives]
 close() gives the pages back to the system at once, but the addresses stay mapped until the last tensor carved from the arena
-is gone, so a forgotten view reads zeros instead of crashing the process. Nobody may use a view after close().
+is gone, so a forgotten view reads zeros instead of crashing the process. Nobody may use a view after close(), and nothing may be
+in flight. An arena that is dropped without close() keeps its bytes, since a transfer may still need them: they go with the last
+view, or, where they are registered, with the I/O engine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import mmap
+import os
 import threading
+import weakref
 from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -38,19 +43,13 @@ POPULATE = 256 << 20  # bytes populated at a time, so that other threads get the
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 _POISON = 0xFF  # all ones is NaN in bf16, fp16 and fp32
 
-_lock = threading.Lock()
-_allocated = 0
+_live: dict[int, int] = {}  # arena number -> bytes. One dict operation each: a finalizer may run anywhere, even within itself
+_numbers = itertools.count()
 
 
 def allocated_bytes() -> int:
     """Bytes of all live arenas of this process."""
-    return _allocated
-
-
-def _account(nbytes: int) -> None:
-    global _allocated
-    with _lock:
-        _allocated += nbytes
+    return sum(list(_live.values()))
 
 
 class Arena:
@@ -77,7 +76,8 @@ class Arena:
         self._io: IoEngine | None = io
         self._pieces: list[int] = []  # addresses registered with io
         self._slots: list[Slots] = []
-        self._closed = False
+        self._closed = True  # until there is something to close
+        self._pid = os.getpid()
         free = available_bytes()
         if free is not None and self.nbytes > free:
             raise BudgetError(f"host memory: {self.nbytes} bytes are asked for, and {free} are available: lower host_memory, or end what uses the rest")
@@ -87,7 +87,10 @@ class Arena:
         base = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         self._start = -base % HUGE if huge else 0  # offset of the arena in the mapping
         self.address = base + self._start
-        _account(self.nbytes)
+        number = next(_numbers)
+        _live[number] = self.nbytes
+        self._forget = weakref.finalize(self._map, _live.pop, number, None)  # an arena that is dropped counts until its last view is gone
+        self._closed = False
         try:
             self._advise()
             self._populate()
@@ -166,7 +169,7 @@ class Arena:
 
     def close(self) -> None:
         """Wake waiters, unregister, give the pages back. Idempotent. See [Note: memory outlives its arena while a view lives]."""
-        if self._closed:
+        if self._closed or self._pid != os.getpid():  # a forked child has no arena
             return
         self._closed = True
         for slots in self._slots:
@@ -178,7 +181,7 @@ class Arena:
         self._io = None
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_DONTNEED, self._start, self.nbytes)
-        _account(-self.nbytes)
+        self._forget()
 
     def __enter__(self) -> Arena:
         return self

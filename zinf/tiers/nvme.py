@@ -91,7 +91,7 @@ class Store:
             key: Entry(i, key, where, files[where[0].path][where[0].file], committed.versions[i], committed.sums[i])
             for i, (key, where) in enumerate(placement.places.items())
         }
-        self._dirty: set[Entry] = set()  # written since the commit
+        self._dirty: dict[int, Entry] = {}  # written since the commit, by index
         self._changed = threading.Condition()  # _exclusive or _queued changed; writers and committers wait for their turn
         self._exclusive = False  # a commit, rollback or verify runs: no write may start
         self._queued = 0  # writes that wait for it to end
@@ -231,27 +231,22 @@ class Store:
 
     def _start_reads(self, wanted: list[tuple[Entry, torch.Tensor]], addresses: list[int]) -> list[Ticket]:
         """Under the lock, with no write of these chunks in flight."""
-        present = [(entry, tensor, address) for (entry, tensor), address in zip(wanted, addresses, strict=True) if entry.newest != UNWRITTEN]
-        if len(present) < len(wanted):
-            for entry, tensor in wanted:
-                if entry.newest == UNWRITTEN:
-                    tensor.zero_()
-        inner = (
-            self._io.submit([("r", e.file, e.offsets[e.newest], address, e.length) for e, _, address in present], [tensor for _, tensor, _ in present])
-            if present
-            else []
-        )
-        started = iter(inner)
+        ops: list[aio.Op] = []
+        owners: list[torch.Tensor] = []
+        for (entry, tensor), address in zip(wanted, addresses, strict=True):
+            if entry.newest == UNWRITTEN:
+                tensor.zero_()
+            else:
+                ops.append(("r", entry.file, entry.offsets[entry.newest], address, entry.length))
+                owners.append(tensor)
+        started = iter(self._io.submit(ops, owners) if ops else ())
         tickets = []
         for entry, tensor in wanted:
             if entry.newest == UNWRITTEN:
                 tickets.append(Ticket(self.model, entry, UNWRITTEN, None))
                 continue
-            ticket = (
-                Ticket(self.model, entry, entry.newest, next(started), tensor, entry.newest_sum)
-                if self._always
-                else Ticket(self.model, entry, entry.newest, next(started))
-            )
+            checked = (tensor, entry.newest_sum) if self._always else (None, None)
+            ticket = Ticket(self.model, entry, entry.newest, next(started), *checked)
             entry.reads = [t for t in entry.reads if not t.done()] if entry.reads else []
             entry.reads.append(ticket)
             self._counts[entry.key[0] + "_read"] += entry.length
@@ -338,7 +333,7 @@ class Store:
         for (entry, _), version, digest, started in zip(wanted, targets, digests, inner, strict=True):
             ticket = Ticket(self.model, entry, version, started) if error is None else Ticket.failed(self.model, entry, version, error)
             entry.newest, entry.newest_sum, entry.writing = version, digest, ticket
-            self._dirty.add(entry)
+            self._dirty[entry.index] = entry
             self._counts[entry.key[0] + "_written"] += entry.length
             tickets.append(ticket)
         if error is not None:
@@ -367,7 +362,7 @@ class Store:
         if not isinstance(payload, dict):
             raise TypeError(f"extra is a dict, not {type(extra).__name__}")
         with self._alone(writing=True):
-            dirty = sorted(self._dirty, key=lambda entry: entry.index)
+            dirty = list(self._dirty.values())
             self._settle_writes(dirty)
             self._sync(dirty)
             versions, sums = bytearray(self._committed.versions), array.array("Q", self._committed.sums)
@@ -422,11 +417,11 @@ class Store:
                 raise StoreError(
                     f"{self.paths[0]} has one version of each chunk (crash_safe: false) and {len(self._dirty)} were overwritten: step {self.step} is gone"
                 )
-            for entry in self._dirty:
+            for entry in self._dirty.values():
                 if entry.writing is not None:
                     entry.writing.error()
             with self._changed:
-                for entry in self._dirty:
+                for entry in self._dirty.values():
                     entry.writing = None
                     entry.newest = self._committed.versions[entry.index]
                     entry.newest_sum = self._committed.sums[entry.index]
@@ -462,13 +457,13 @@ class Store:
             OSError: a read failed, or the newest version of a chunk could not be written.
         """
         with self._alone(writing=False):
-            self._settle_writes(list(self._dirty))
+            self._settle_writes(list(self._dirty.values()))
             wanted = []
             for entry in self._entries.values():
                 version = self._committed.versions[entry.index]
-                if version != UNWRITTEN and (self.crash_safe or entry not in self._dirty):
+                if version != UNWRITTEN and (self.crash_safe or entry.index not in self._dirty):
                     wanted.append((entry, version, self._committed.sums[entry.index]))
-                if entry in self._dirty:
+                if entry.index in self._dirty:
                     wanted.append((entry, entry.newest, entry.newest_sum))
             total = sum(entry.length for entry, _, _ in wanted)
             start = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,30 +34,33 @@ def compare(io: aio.IoEngine, model: layout.Model, wanted: Sequence[tuple[Entry,
     total, done = sum(entry.length for entry, _, _ in wanted), 0
     depth = min(DEPTH, len(pieces))
     size = min(PIECE, max(entry.length for entry, _, _ in wanted))
-    flight: list[Ticket] = []  # one for each piece started so far; piece i reads into ring[i % depth]
     with Arena(depth * layout.round_up(size, layout.PAGE), io) as arena:
         ring = [arena.carve(size, "verify") for _ in range(depth)]
+        flight: deque[Ticket] = deque()  # oldest first; piece i reads into ring[i % depth]
 
-        def start(i: int) -> None:
-            entry, version, _, at = pieces[i]
-            op = ("r", entry.file, entry.offsets[version] + at, ring[i % depth].data_ptr(), min(size, entry.length - at))
-            flight.append(Ticket(model, entry, version, io.submit([op], ring[i % depth])[0]))
+        def start(first: int, last: int) -> None:
+            ops = [
+                ("r", entry.file, entry.offsets[version] + at, ring[i % depth].data_ptr(), min(size, entry.length - at))
+                for i, (entry, version, _, at) in enumerate(pieces[first:last], first)
+            ]
+            tickets = io.submit(ops, ring)
+            flight.extend(Ticket(model, entry, version, ticket) for (entry, version, _, _), ticket in zip(pieces[first:last], tickets, strict=True))
 
         try:
-            for i in range(depth):
-                start(i)
+            start(0, depth)
             hasher = xxhash.xxh3_64()
             for i, (entry, version, expected, at) in enumerate(pieces):
-                flight[i].wait()
+                flight[0].wait()
+                flight.popleft()
                 length = min(size, entry.length - at)
                 hasher.update(ring[i % depth][:length].numpy().data)
                 if i + depth < len(pieces):
-                    start(i + depth)
+                    start(i + depth, i + depth + 1)
                 if at + length == entry.length:
                     if hasher.intdigest() != expected:
                         raise mismatch(model, entry, version, hasher.intdigest(), expected)
                     hasher.reset()
-                    done += length + at
+                    done += entry.length
                     if progress:
                         progress(done, total)
         finally:
