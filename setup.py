@@ -35,7 +35,8 @@ def extension(name: str, folder: str, **kw) -> Pybind11Extension:
     headers = sorted(glob(f"csrc/{folder}/**/*.[hi]*", recursive=True)) + sorted(glob("csrc/*.h"))
     sanitize = os.environ.get("ZINF_SANITIZE")
     san = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g"] if sanitize else []
-    return Pybind11Extension(name, sources, depends=headers, include_dirs=["csrc"], cxx_std=20, extra_compile_args=FLAGS + san, extra_link_args=["-pthread", *san], **kw)
+    flags = dict(cxx_std=20, extra_compile_args=FLAGS + san, extra_link_args=["-pthread", *san])
+    return Pybind11Extension(name, sources, depends=headers, include_dirs=["csrc"], **flags, **kw)
 
 
 native = not os.environ.get("ZINF_NO_NATIVE")

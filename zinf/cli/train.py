@@ -111,7 +111,7 @@ class Progress(Watch):
         text.heading("Plan")
         for line in lines:
             print(f"  {line}")
-        sys.stdout.flush()
+        print(flush=True)
 
     def begin(self, step: int, steps: int) -> None:
         from tqdm import tqdm
