@@ -236,6 +236,13 @@ def test_steps_follow_from_epochs(make) -> None:
     assert tape.began == [(0, math.ceil(0.5 * rows / 2))]
 
 
+def test_two_backwards_of_half_a_batch_make_the_step_of_the_whole(make) -> None:
+    _, whole, _ = run(make("whole", batch_size=4, steps=2))
+    _, halves, _ = run(make("halves", batch_size=2, steps=2, engine={"gradient_accumulation_steps": 2}))
+    for a, b in zip(whole.steps, halves.steps, strict=True):  # the same rows, summed in another order
+        assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-5) and a.tokens == b.tokens
+
+
 def test_schedules() -> None:
     def factors(steps: int, **values: Any) -> list[float]:
         return [round(ScheduleConfig(**values).factor(s, steps), 6) for s in range(steps)]
