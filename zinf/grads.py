@@ -185,10 +185,16 @@ class Grads:
             self.of.append(grads)
         self._pass_slots = _Pool([parts.device.alloc(pass_nbytes, "grads of one backward") for _ in range(plan.pass_buffers if pass_nbytes else 0)])
 
-    def lend_host(self, shard: Shard) -> tuple[torch.Tensor, Slot]:
+    def lend_host(self, shard: Shard) -> tuple[torch.Tensor, Slot | None]:
+        """A host buffer for grads until their step. Waits for a step that will give one back; if none will, one more is allocated."""
         assert self._host_slots is not None
-        with shard.parts.trace.wait(Verb.STEP):
-            slot = self._host_slots.acquire()
+        slot = self._host_slots.try_acquire()
+        if slot is None and any(g.assigned for g in self.of):
+            with shard.parts.trace.wait(Verb.STEP):
+                slot = self._host_slots.acquire()
+        if slot is None:
+            shard.parts.trace.count("grad buffers beyond the plan")
+            return torch.zeros(shard.spec.grads_nbytes(self.host_wide), dtype=torch.uint8), None
         return slot.buffer, slot
 
     def lend_pass(self, shard: Shard) -> tuple[torch.Tensor, _Lent | None]:
