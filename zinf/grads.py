@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import torch
 
 from zinf.chunks import DTYPES
-from zinf.layout import PARAM_ALIGN, round_up
 from zinf.placement import Plan
 from zinf.shard import Shard
 from zinf.tiers.device import DONE, Event
@@ -110,15 +109,15 @@ class ShardGrads:
         else:
             self._pass, self._pass_slot = lender.lend_pass(self.shard)
         assert self._pass is not None
-        own = self._pass_slot is None
+        own = self._pass is self._own_host or self._pass is self._own_pass
         key = self._pass.data_ptr()
         if own and key in self._views:
             self._pass_views = self._views[key]
             return
         flats = lender.flats(self.shard, self._pass, lender.pass_wide)
-        for flat, run in zip(flats, self.shard.spec.runs, strict=True):
+        for flat, run in zip(flats, self.shard.spec.runs, strict=True):  # another shard has its parameters where we have gaps
             for a, b in run.gaps() if flat is not None else ():
-                flat[a : min(b, round_up(run.numel, PARAM_ALIGN))].zero_()  # type: ignore[index]
+                flat[a : min(b, run.numel)].zero_()  # type: ignore[index]
         self._pass_views = [None if flats[r] is None else flats[r][p.offset : p.offset + p.numel].view(p.shape) for r, p, _ in self.shard.params]  # type: ignore[index]
         if own:
             self._views[key] = self._pass_views
