@@ -44,7 +44,7 @@ class Oracle:
                     if run.dtype == "fp16":
                         self.state[shard.name, r][0].copy_(self._flat(run, lambda p: p.detach().float(), torch.float32))
         self.sums = {}
-        self.step_count = 0
+        self.steps = dict.fromkeys(self.params, 0)  # of each parameter: one without a gradient is not stepped, as in torch.optim
 
     def _flat(self, run, value, dtype):
         flat = torch.zeros(run.padded, dtype=dtype)
@@ -63,7 +63,6 @@ class Oracle:
 
     def step(self):
         """Returns the norm."""
-        self.step_count += 1
         grads, sums = {}, []
         for shard in self.layout.shards:
             total = 0.0
@@ -86,12 +85,13 @@ class Oracle:
                 weights = self._flat(run, lambda p: p.detach(), DTYPES[run.dtype])
                 for p in run.params:
                     if p.name in self.sums:
+                        self.steps[p.name] += 1
                         a, b = p.offset, p.offset + p.numel
                         reference.adam(
                             weights[a:b],
                             tuple(s[a:b] for s in self.state[shard.name, r]),
                             grads[shard.name, r][a:b],
-                            step=self.step_count,
+                            step=self.steps[p.name],
                             grad_scale=scale,
                             **self.hyper,
                         )

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import torch
 
 from zinf.chunks import DTYPES
-from zinf.layout import PARAM_ALIGN, round_up
 from zinf.placement import Plan
 from zinf.shard import Shard
 from zinf.tiers.device import DONE, Event
@@ -110,15 +109,15 @@ class ShardGrads:
         else:
             self._pass, self._pass_slot = lender.lend_pass(self.shard)
         assert self._pass is not None
-        own = self._pass_slot is None
+        own = self._pass is self._own_host or self._pass is self._own_pass
         key = self._pass.data_ptr()
         if own and key in self._views:
             self._pass_views = self._views[key]
             return
         flats = lender.flats(self.shard, self._pass, lender.pass_wide)
-        for flat, run in zip(flats, self.shard.spec.runs, strict=True):
+        for flat, run in zip(flats, self.shard.spec.runs, strict=True):  # another shard has its parameters where we have gaps
             for a, b in run.gaps() if flat is not None else ():
-                flat[a : min(b, round_up(run.numel, PARAM_ALIGN))].zero_()  # type: ignore[index]
+                flat[a : min(b, run.numel)].zero_()  # type: ignore[index]
         self._pass_views = [None if flats[r] is None else flats[r][p.offset : p.offset + p.numel].view(p.shape) for r, p, _ in self.shard.params]  # type: ignore[index]
         if own:
             self._views[key] = self._pass_views
@@ -185,10 +184,16 @@ class Grads:
             self.of.append(grads)
         self._pass_slots = _Pool([parts.device.alloc(pass_nbytes, "grads of one backward") for _ in range(plan.pass_buffers if pass_nbytes else 0)])
 
-    def lend_host(self, shard: Shard) -> tuple[torch.Tensor, Slot]:
+    def lend_host(self, shard: Shard) -> tuple[torch.Tensor, Slot | None]:
+        """A host buffer for grads until their step. Waits for a step that will give one back; if none will, one more is allocated."""
         assert self._host_slots is not None
-        with shard.parts.trace.wait(Verb.STEP):
-            slot = self._host_slots.acquire()
+        slot = self._host_slots.try_acquire()
+        if slot is None and any(g.assigned for g in self.of):
+            with shard.parts.trace.wait(Verb.STEP):
+                slot = self._host_slots.acquire()
+        if slot is None:
+            shard.parts.trace.count("grad buffers beyond the plan")
+            return torch.zeros(shard.spec.grads_nbytes(self.host_wide), dtype=torch.uint8), None
         return slot.buffer, slot
 
     def lend_pass(self, shard: Shard) -> tuple[torch.Tensor, _Lent | None]:

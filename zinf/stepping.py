@@ -86,7 +86,7 @@ class Stepper:
             )
         grads.take(i, grad)
         open_calls = [call for call in shard.calls if not call.over]
-        if open_calls and not any(call.entries for call in open_calls):
+        if open_calls and not any(call.entered for call in open_calls):
             # No input of these calls needs a gradient, so only the parameters tell their end: each gives once in every call.
             if all(grads.counts[k] >= len(shard.calls) for k in grads.trainable):
                 for call in open_calls:
@@ -117,6 +117,8 @@ class Stepper:
                     if not call.over and (call.bound or self.grads.of[shard.index].open):
                         call.finish()
                 self._complete(shard)
+                for call in [call for call in shard.calls if call.over]:
+                    shard.calls.discard(call)  # a graph that someone keeps is no open call
             self._micro_step += 1
         finally:
             self.backward_running = False

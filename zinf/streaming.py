@@ -7,27 +7,27 @@ memory between its uses. The phases of one call of a block:
                checkpointing, parameters become placeholders again; what the call keeps is its inputs
     backward   the first saved tensor that autograd asks for runs the forward again: the slab is fetched, bound, and stays
                bound while autograd walks the block
-    done       when all inputs that need a gradient have theirs, or all parameters have (an input-less first block); then the
+    done       when the input that needs a gradient has it, or all parameters have (a first block, whose input needs none); then the
                slab is unbound, and once no call of the shard is open its grads are complete
 
 A single layer (embedding, head) is not recomputed: whatever it saves that is a view of the slab is stored as (offset, shape)
 and looked up again in the slab of that moment; everything else it saves is an activation that lives anyway.
 
 [Note: when a call's backward is over] Autograd runs ready nodes latest-created first, and accumulates gradients into leaves
-before anything else. Inputs enter a call through a view made there, so that view's gradient is the last thing that the call's
-nodes make: when its hook fires, every parameter gradient of the call has been taken. A call that never gets there (an output
-that the loss does not use) ends with the backward itself.
+before anything else. The first input that needs a gradient enters a call through a view made there, so that view's node is the
+oldest of the call and runs last: when its hook fires, every parameter gradient of the call has been taken. One view and not one
+for each input, as sums over users of an input that several blocks share keep the order that they have without us. A call that
+never gets there (an output that the loss does not use) ends with the backward itself.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from zinf.errors import EngineError
@@ -56,25 +56,29 @@ class Call:
 
     def __init__(self, shard: Shard, conductor: Conductor):
         self.shard, self._conductor = shard, conductor
-        self.entries = 0  # inputs that need a gradient
+        self.entered = False  # an input needs a gradient, and tells when the call's backward is over
         self.over = False
-        self._missing = 0  # entries whose gradient has not come in this backward
         self.bound = False
 
     def enter(self, tree: Any) -> Any:
-        """The call's arguments, each tensor that needs a gradient replaced by a view whose gradient is listened to."""
+        """The call's arguments, the first tensor that needs a gradient replaced by a view. See [Note: when a call's backward is over]."""
 
         def enter_one(t: Any) -> Any:
-            if not isinstance(t, torch.Tensor) or not t.requires_grad:
+            if self.entered or not isinstance(t, torch.Tensor) or not t.requires_grad:
                 return t
+            self.entered = True
             view = t.view_as(t)
             view.register_hook(self._entry_done)
-            self.entries += 1
             return view
 
-        tree = tree_map(enter_one, tree)
-        self._missing = self.entries
-        return tree
+        return tree_map(enter_one, tree)
+
+    def leave(self, out: Any) -> None:
+        """The call is open for as long as the graph of what it returns lives."""
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                t.grad_fn.metadata.setdefault("zinf", []).append(self)
+                self.shard.calls.add(self)
 
     def begin_backward(self) -> None:
         """Autograd is about to walk this call: fetch and bind. No-op when it already does."""
@@ -83,17 +87,16 @@ class Call:
             return
         self._conductor.use(Phase.BACKWARD, self.shard)
         self.shard.bind()
-        self.bound, self.over, self._missing = True, False, self.entries
+        self.shard.calls.add(self)
+        self.bound, self.over = True, False
 
     def _entry_done(self, grad: torch.Tensor) -> None:
         self._conductor.in_backward()
-        self._missing -= 1
-        if self._missing == 0:
-            self.finish()
+        self.finish()
 
     def finish(self) -> None:
         """Nothing of this call is computed any more in this backward."""
-        self.over, self._missing = True, self.entries
+        self.over = True
         if self.bound:
             self.bound = False
             self.shard.unbind()
@@ -118,7 +121,6 @@ def stream(module: nn.Module, shard: Shard, conductor: Conductor, recompute: boo
     """Let `module` compute from `shard`; returns what undoes it."""
     own_forward = module.__dict__.get("forward")  # set on the instance by someone before us
     forward = module.forward
-    calls: weakref.WeakSet[Call] = shard.calls
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         conductor.use(Phase.EVALUATE, shard)
@@ -130,9 +132,10 @@ def stream(module: nn.Module, shard: Shard, conductor: Conductor, recompute: boo
 
     def train(*args: Any, **kwargs: Any) -> Any:
         call = Call(shard, conductor)
-        calls.add(call)
         args, kwargs = call.enter((args, kwargs))
-        return (_recomputed if recompute else _looked_up)(call, forward, args, kwargs)
+        out = (_recomputed if recompute else _looked_up)(call, forward, args, kwargs)
+        call.leave(out)
+        return out
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
