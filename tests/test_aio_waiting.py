@@ -164,4 +164,7 @@ def test_threads_are_named(backend, tmp_path):
     names = {name for name in names if name.startswith("zinf-io")}
     engine.close()
     pool = {"zinf-io-0", "zinf-io-1", "zinf-io-2"}
-    assert names == {"uring": {"zinf-io"}, "threads": pool, "python": {"zinf-io"} | pool}[backend]
+    if backend == "python":  # its pool starts a thread when it needs one
+        assert "zinf-io" in names and names & pool and names <= pool | {"zinf-io"}
+    else:
+        assert names == {"uring": {"zinf-io"}, "threads": pool}[backend]
