@@ -81,7 +81,7 @@ def fio(args: argparse.Namespace, kind: str, *, huge: bool) -> Result:
     rw = {"r": "read", "w": "write"}[kind]
     command = ["fio", "--name=bound", f"--filename={args.file}", f"--rw={rw}", f"--bs={args.block}", f"--iodepth={args.depth}", f"--size={args.bytes}"]
     command += ["--ioengine=io_uring", "--fixedbufs=1", "--registerfiles=1", f"--direct={int(args.direct)}"]
-    command += ["--thread", "--overwrite=1", "--output-format=json"]
+    command += ["--thread", "--overwrite=1", "--scramble_buffers=0", "--output-format=json"]
     env = dict(os.environ, GLIBC_TUNABLES="glibc.malloc.hugetlb=1") if huge else dict(os.environ)
     job = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout)["jobs"][0]
     gigabytes = job[rw]["io_bytes"] / 1e9

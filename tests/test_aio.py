@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import gc
 import logging
 import mmap
@@ -14,6 +15,7 @@ import os
 import random
 import stat
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -202,6 +204,27 @@ def test_tmpfs_is_buffered_and_said_once(calm, caplog):
     finally:
         for path in paths:
             os.unlink(path)
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_closed_file_is_let_go_of(calm, tmp_path, how):
+    """Also by the ring, whose table of fixed files holds files open by itself: a lock on it would live on."""
+    file = calm.open(tmp_path / "f", write=True, create=True)
+    fcntl.flock(file.fd, fcntl.LOCK_EX)
+    if how == "close":
+        file.close()
+    del file
+    with open(tmp_path / "f") as again:
+        deadline = time.monotonic() + (0 if how == "close" else 20)  # a dropped file is forgotten by the reactor when it comes to it
+        while True:
+            try:
+                fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+    assert calm.report().get("fixed_files", 0) == 0
 
 
 def test_a_thousand_files_leave_nothing(calm, tmp_path):

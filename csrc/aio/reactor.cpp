@@ -12,6 +12,8 @@
 #include <cerrno>
 #include <utility>
 
+#include "check.h"
+
 namespace zinf::aio {
 namespace {
 
@@ -25,11 +27,11 @@ Reactor::Reactor(const Options& options) : Backend(options), pieces_(options.que
     for (Piece& piece : pieces_) idle_.push_back(&piece);
     std::promise<void> ready;
     auto started = ready.get_future();
-    thread_ = std::thread([this, &ready] { run(ready); });
     try {
+        thread_ = std::thread([this, ready = std::move(ready)]() mutable { run(ready); });
         started.get();
-    } catch (...) {
-        thread_.join();
+    } catch (...) {  // no thread to be had, or no ring
+        if (thread_.joinable()) thread_.join();
         ::close(eventfd_);
         throw;
     }
@@ -61,18 +63,14 @@ void Reactor::post(Command command) {
     if (!std::exchange(signalled_, true)) wake();
 }
 
-void Reactor::call(const Command& command) {
-    std::promise<void> promise;
-    auto result = promise.get_future();
-    post([&] {
-        try {
-            command();
-            promise.set_value();
-        } catch (...) {
-            promise.set_exception(std::current_exception());
-        }
+void Reactor::call(Command command) {
+    auto finished = std::make_shared<std::promise<void>>();  // shared: we may be gone while the reactor is still inside set_value()
+    auto done = finished->get_future();
+    post([command = std::move(command), finished] {
+        command();
+        finished->set_value();
     });
-    result.get();
+    done.get();
 }
 
 int Reactor::adopt(int fd) {
@@ -103,8 +101,15 @@ bool Reactor::register_buffer(std::uint64_t address, std::uint64_t nbytes, std::
     why = granted_.notes.at("registered_buffers");
     if (!why.empty()) return false;
     bool ok = false;
+    std::string invalid;
     call([&] {
-        const auto segments = buffers_->add(address, nbytes);
+        std::vector<BufferTable::Segment> segments;
+        try {
+            segments = buffers_->add(address, nbytes);
+        } catch (const std::invalid_argument& error) {
+            invalid = error.what();
+            return;
+        }
         if (segments.empty()) {
             why = "the table of registered buffers is full";
             return;
@@ -121,6 +126,7 @@ bool Reactor::register_buffer(std::uint64_t address, std::uint64_t nbytes, std::
         registered_ranges_ = buffers_->ranges();
         ok = true;
     });
+    ZINF_CHECK(invalid.empty(), invalid);
     return ok;
 }
 
@@ -168,7 +174,7 @@ void Reactor::run(std::promise<void>& ready) {
     granted_.setup_flags = ring_->flags;
     granted_.numbers = {{"sq_entries", ring_->sq_entries}, {"cq_entries", ring_->cq_entries}, {"features", ring_->features}};
     granted_.notes = {{"registered_files", ring_->why_no_files}, {"registered_buffers", ring_->why_no_buffers}};
-    ready.set_value();  // the constructor's frame, `ready` with it, may be gone from here on
+    ready.set_value();
     loop();
     ring_.reset();  // on this thread: it is the only one allowed to
 }

@@ -47,7 +47,7 @@ private:
 
     // Other threads.
     void post(Command command);                     // throws ClosedError
-    void call(const Command& command);              // post and wait; rethrows what it throws
+    void call(Command command);                     // post and wait; the command must not throw
     void wake();
 
     // The reactor thread.

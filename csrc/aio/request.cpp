@@ -87,11 +87,13 @@ void Request::complete(Stats& stats) {
     ops.fetch_add(1, std::memory_order_relaxed);
     stats.end();
     owner_.reset();
-    file_->release();
-    file_.reset();
-    std::lock_guard lock(mutex_);  // notify under the lock: a waiter may drop the last other reference as soon as it can see done_
-    done_.store(true, std::memory_order_release);
-    cond_.notify_all();
+    auto file = std::move(file_);
+    {
+        std::lock_guard lock(mutex_);  // notify under the lock: a waiter may drop the last other reference as soon as it can see done_
+        done_.store(true, std::memory_order_release);
+        cond_.notify_all();
+    }
+    file->release();  // after that: when File::close() returns, the tickets of its requests are done
 }
 
 void Request::keep_owner_forever() {

@@ -27,7 +27,10 @@ std::int64_t transfer(const Piece& piece) {
 
 ThreadPool::ThreadPool(const Options& options) : Backend(options) {
     try {
-        for (unsigned i = 0; i < options_.threads; ++i) threads_.emplace_back([this, i] { run(i); });
+        for (unsigned i = 0; i < options_.threads; ++i) {
+            threads_.emplace_back([this] { run(); });
+            pthread_setname_np(threads_.back().native_handle(), ("zinf-io-" + std::to_string(i)).c_str());
+        }
     } catch (...) {  // the system has no more threads to give
         stop();
         throw;
@@ -67,8 +70,7 @@ void ThreadPool::stop() {
     threads_.clear();
 }
 
-void ThreadPool::run(unsigned index) {
-    pthread_setname_np(pthread_self(), ("zinf-io-" + std::to_string(index)).c_str());
+void ThreadPool::run() {
     std::unique_lock lock(mutex_);
     while (true) {
         Piece piece;

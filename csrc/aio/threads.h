@@ -28,7 +28,7 @@ protected:
     void stop() override;
 
 private:
-    void run(unsigned index);
+    void run();
     bool attempt(Piece& piece, std::unique_lock<std::mutex>& lock);
 
     std::mutex mutex_;  // guards the queue, the requests that stand in it, and stopping_

@@ -121,11 +121,10 @@ class PythonTicket:
             self.error = (code, f"{self.what()}: {message}", self.path)
 
     def complete(self) -> None:
-        self.owner = None
-        if self.file is not None:
-            self.file.release()
-        self.file = None
+        file, self.file, self.owner = self.file, None, None
         self._done.set()
+        if file is not None:
+            file.release()  # after that: when file.close() returns, the tickets of its requests are done
 
     def wait(self, timeout: float | None = None) -> None:
         if not self._done.wait(timeout):
