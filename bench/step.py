@@ -114,7 +114,9 @@ def only_io(folder: str, read: int, written: int, block: int) -> Callable[[], No
 
 def only_adam(n: int) -> Callable[[], None]:
     arena = Arena(14 * n + 8 * 4096)
-    part = [arena.carve(k * n, "bench").view(t) for k, t in ((2, torch.bfloat16), (2, torch.int16), (4, torch.float32), (4, torch.float32), (2, torch.bfloat16))]
+    part = [
+        arena.carve(k * n, "bench").view(t) for k, t in ((2, torch.bfloat16), (2, torch.int16), (4, torch.float32), (4, torch.float32), (2, torch.bfloat16))
+    ]
     pool = ops.Pool()
 
     def run() -> None:
@@ -136,7 +138,8 @@ def deepspeed_step(size: str, tokens: int, rounds: int, folder: str) -> float | 
     if importlib.util.find_spec("deepspeed") is None:
         return None
     script = Path(__file__).with_name("peer_deepspeed.py")
-    done = subprocess.run([sys.executable, script, "--size", size, "--tokens", str(tokens), "--rounds", str(rounds), "--nvme", folder], capture_output=True, text=True)
+    command = [sys.executable, script, "--size", size, "--tokens", str(tokens), "--rounds", str(rounds), "--nvme", folder]
+    done = subprocess.run(command, capture_output=True, text=True)
     return float(json.loads(done.stdout.splitlines()[-1])["seconds"]) if done.returncode == 0 else None
 
 
@@ -219,7 +222,8 @@ def measure(args: argparse.Namespace, ids: torch.Tensor, folder: str) -> dict[st
 
 
 def print_table(r: dict[str, Any]) -> None:
-    print(f"{r['size']}: {r['parameters'] / 1e6:.1f} M parameters, {r['tokens']} tokens, {r['bytes_per_parameter'][0]} B/parameter read and {r['bytes_per_parameter'][1]} written")
+    read, written = r["bytes_per_parameter"]
+    print(f"{r['size']}: {r['parameters'] / 1e6:.1f} M parameters, {r['tokens']} tokens, {read} B/parameter read and {written} written")
     for name, seconds in r["seconds"].items():
         low, high = r["spread"].get(name, (seconds, seconds))
         print(f"  {name:<32} {seconds:8.3f} s   ({low:.3f} to {high:.3f})")

@@ -45,6 +45,7 @@ def ids(step: int, rows: int = 2, length: int = 16, vocab: int = 128) -> torch.T
     return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(100 + step))
 
 
+ROUTER = dict(num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
 SMALL = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, vocab_size=128)
 
 
@@ -53,9 +54,9 @@ def lm(model, step):
 
 
 ARCHITECTURES = {
-    "mixtral with router loss": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, intermediate_size=64, num_key_value_heads=1, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)),
+    "mixtral with router loss": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, **ROUTER, intermediate_size=64, num_key_value_heads=1)),
     "gpt2 with dropout": lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=128, n_positions=32)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -73,7 +74,8 @@ def test_bert_with_tied_decoder_and_unused_pooler(tmp_path):
 
 def test_t5_whose_first_layer_feeds_all_others(tmp_path):
     torch.manual_seed(0)
-    model = T5ForConditionalGeneration(T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=2, vocab_size=128, decoder_start_token_id=0)).to(torch.bfloat16).train()
+    config = T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=2, vocab_size=128, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config).to(torch.bfloat16).train()
     same_as_oracle(tmp_path, model, lambda m, step: m(input_ids=ids(step), labels=ids(step + 50), use_cache=False).loss)
 
 

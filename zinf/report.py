@@ -42,7 +42,7 @@ def plan_lines(engine: Engine) -> list[str]:
         lines.append(f"{tier:<8} {human(total)}{limit}: {', '.join(f'{name} {human(n)}' for name, n in parts.items())}")
     if store is not None:
         versions = 2 if config.crash_safe else 1
-        nbytes = place(engine.layout, versions=versions).nbytes(0)
+        nbytes = sum(place(engine.layout, versions=versions).sizes[0].values())  # striping does not change the sum
         kept = "two versions of each chunk" if versions == 2 else "one version, not crash safe"
         lines.append(f"NVMe     {human(nbytes)} in {', '.join(store.paths)}: {kept}")
     backend = f", I/O by {engine.memory.io.name}" if engine.memory.io is not None else ""

@@ -77,7 +77,7 @@ class Call:
         """The call is open for as long as the graph of what it returns lives."""
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-                t.grad_fn.metadata.setdefault("zinf", []).append(self)
+                t.grad_fn.metadata.setdefault("zinf", []).append(self)  # type: ignore[attr-defined]
                 self.shard.calls.add(self)
 
     def begin_backward(self) -> None:
