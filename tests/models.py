@@ -66,8 +66,9 @@ def engine_run(folder: Path, steps: int, accumulation: int = 1, dtype=torch.bflo
     """The same of an engine; paths=0 keeps everything in memory."""
     name = f"run{next(_unique)}"
     nvme = [str(folder / f"{name}-path{i}") for i in range(paths)]
-    backend = os.environ.get("ZINF_TEST_BACKEND", "auto")
-    options = {"backend": backend, "leaf_bytes": LEAF_BYTES, **HYPER, **options}
+    for path in nvme:
+        os.mkdir(path)
+    options = {"leaf_bytes": LEAF_BYTES, **HYPER, **options}
     with Engine(llama(dtype, tied), nvme_path=nvme, run_name=name, gradient_accumulation_steps=accumulation, **options) as engine:
         losses, norms = train(engine, steps, accumulation)
         return losses, norms, engine_snapshot(engine)

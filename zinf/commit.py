@@ -44,12 +44,16 @@ class Committer:
         records, store = self._parts.records, self._parts.records.store
         assert store is not None
 
+        stepper = self._parts.stepper
+
         def commit() -> None:
+            if stepper.error is not None:
+                raise stepper.error  # some chunk was not stepped, or not flushed: this is not the state after `step`
             with self._parts.trace.span(Verb.FLUSH, -1, f"commit {step}"):
                 records.flush()
                 store.commit(step, extra)
 
-        self._job = self._parts.stepper.submit(Job([CallItem(commit)], f"commit of step {step}"))
+        self._job = stepper.submit(Job([CallItem(commit)], f"commit of step {step}"))
 
     def wait(self) -> None:
         """Until the last commit is made; raises what it raised."""

@@ -29,7 +29,7 @@ from torch import nn
 
 from zinf import memory, reading, rng
 from zinf.commit import Committer
-from zinf.config import Config
+from zinf.config import Config, check_keys
 from zinf.discover import discover, layout_of
 from zinf.errors import ConfigError, EngineError
 from zinf.optimizer import Optimizer, make_groups
@@ -62,7 +62,8 @@ class Engine:
     def __init__(
         self, model: nn.Module, config: Config | None = None, *, param_groups: Sequence[dict[str, Any]] | None = None, resume: bool = False, **options: Any
     ):
-        self.config = config = dataclasses.replace(config, **options) if config is not None else Config(**options)
+        check_keys(Config, options, "zinf.Engine")
+        self.config = config = dataclasses.replace(config or Config(), **options)
         owner = getattr(model, "zinf_engine", None)
         if owner is not None and owner() is not None:
             raise EngineError(f"this {type(model).__name__} already has an engine: close it first")
@@ -118,6 +119,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        self._check_usable()
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -139,6 +141,7 @@ class Engine:
         self._learn()
         with self._noting():
             done = self._stepper.step()
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
             if extra is not None:
                 self.extra = extra
             every = self._commit_every

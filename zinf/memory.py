@@ -143,8 +143,6 @@ def _open_store(
         store = Store.open(paths, io, verify=config.verify, expect=model)
         restored: dict[str, Any] | None = store.extra
     else:
-        for path in config.nvme_path:
-            os.makedirs(path, exist_ok=True)
         store = Store.create(paths, model, io, crash_safe=config.crash_safe, verify=config.verify)
         restored = None
     stack.callback(store.close)

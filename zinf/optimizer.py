@@ -68,6 +68,8 @@ def make_groups(model: nn.Module, groups: Sequence[dict[str, Any]] | None, weigh
         ConfigError: a trainable parameter is missing or there twice, or one is not the model's or is frozen.
     """
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    if not names:
+        raise ConfigError(f"all parameters of {type(model).__name__} are frozen: there is nothing to train; set requires_grad on some")
     if groups is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
     seen: set[int] = set()

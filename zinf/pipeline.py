@@ -111,6 +111,7 @@ class Pipeline:
     """A FIFO of jobs and the thread that runs them. `close` runs what was submitted and joins the thread."""
 
     def __init__(self, name: str):
+        self.error: BaseException | None = None  # of the first job that failed; whoever makes good for it clears this
         self._jobs: deque[Job] = deque()
         self._cond = threading.Condition()
         self._stopping = False
@@ -160,7 +161,7 @@ class Pipeline:
             try:
                 item.work()
             except BaseException as error:
-                job.fail(error)
+                self._fail(job, error)
         if job.error is not None:
             self._abandon(job, item)
         else:
@@ -175,7 +176,7 @@ class Pipeline:
             try:
                 finished = item.finish(timeout)
             except BaseException as error:
-                job.fail(error)
+                self._fail(job, error)
         if job.error is None and not finished:
             return False
         writing.popleft()
@@ -207,7 +208,7 @@ class Pipeline:
                 try:
                     started = item.start()
                 except BaseException as error:
-                    job.fail(error)
+                    self._fail(job, error)
                     self._abandon(job, item)
                 else:
                     if not started:
@@ -219,8 +220,13 @@ class Pipeline:
         try:
             return job.next_item()
         except BaseException as error:
-            job.fail(error)
+            self._fail(job, error)
             return None
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        job.fail(error)
+        if self.error is None:
+            self.error = error
 
     def _abandon(self, job: Job, item: Item) -> None:
         item.abandon()

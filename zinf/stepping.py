@@ -124,11 +124,11 @@ class Stepper:
             self.backward_running = False
 
     def _sum_squares(self, grads: ShardGrads) -> None:
-        index = grads.shard.index
-        self._sums.pop(index, None)
+        index, sums = grads.shard.index, self._sums
+        sums.pop(index, None)
 
-        def found(total: float) -> None:
-            self._sums[index] = total
+        def found(total: float) -> None:  # on the pipeline's thread, which must not keep the engine alive
+            sums[index] = total
 
         self._sum_jobs[index] = self.parts.fetcher.submit(Job([NormItem(grads.shard, grads.arrived, found)], f"norm of {grads.shard.name}"))
 
@@ -150,11 +150,11 @@ class Stepper:
     def _step_early(self, grads: ShardGrads) -> None:
         """Step under the rest of backward; the step's own thread first makes sure that the grads are finite."""
         shard, index = grads.shard, grads.shard.index
-        job = self._sum_jobs[index]
+        job, sums = self._sum_jobs[index], self._sums
 
         def gate() -> None:
             job.wait()
-            if not math.isfinite(self._sums[index]):
+            if not math.isfinite(sums[index]):
                 raise NonFiniteError(f"the gradient of {shard.name} is not finite")
 
         self.committer.wait()  # the versions that this step will overwrite must not be the ones being committed
@@ -165,6 +165,8 @@ class Stepper:
 
     def step(self) -> StepStats:
         """Fix this step. See Engine.step."""
+        if self.parts.stepper.error is not None and not isinstance(self.parts.stepper.error, NonFiniteError):
+            raise self.parts.stepper.error
         waiting = [g for g in self.grads.of if (g.waiting and not g.assigned) or g.shard.index in self._early]
         if not waiting:
             raise EngineError("step without grads: call engine.backward(loss) first, with a loss that depends on trainable parameters")
@@ -248,6 +250,7 @@ class Stepper:
                 f"as step {self.global_step} was not committed: go on from the last commit, with step_mode deferred or commit_every 1"
             )
         self.parts.slabs.evict_all()
+        self.parts.stepper.error = None
         for shard in self.shards:
             shard.job = shard.pending = None
         store.rollback()

@@ -310,8 +310,6 @@ def _import(
     plan: layout.Model, source: SafetensorsSource, origin: Origin, crash_safe: bool, overwrite: bool, backend: str, progress: Progress | None
 ) -> None:  # fmt: skip
     """A new committed store with the weights of `source`."""
-    for path in origin.paths:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
     with (
         contextlib.closing(open_engine(backend)) as io,
         contextlib.closing(Store.create(origin.paths, plan, io, crash_safe=crash_safe, overwrite=overwrite)) as store,

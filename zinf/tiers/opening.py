@@ -67,7 +67,7 @@ def make_room(paths: Sequence[str], placement: layout.Placement, overwrite: bool
         if names and manifest.MEMBER not in names and manifest.MANIFEST not in names:
             raise StoreError(f"{path} has files that are not zinf's ({', '.join(names)}): choose another directory")
         if manifest.MANIFEST in names and not overwrite:
-            raise StoreError(f"there is a store at {path} already: open it, remove it with zinf clean, or pass overwrite=True")
+            raise StoreError(f"there is a store at {path} already: go on from it with resume=True, take another run_name, or remove it with `zinf clean`")
     ours = [path for path, names in there.items() if names]
     if not overwrite:
         # What is left are creations that never came to a commit. A path that is not the first cannot tell: its first must be here too.
