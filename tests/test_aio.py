@@ -311,9 +311,12 @@ def test_an_op_across_the_end_of_a_registered_range(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["threads", "python"])
-def test_backends_without_registration_say_so(name):
+def test_backends_without_registration_say_so(name, caplog):
+    caplog.set_level(logging.INFO, "zinf")
     engine = make(name)
-    assert engine.register(Memory(PAGE).address, PAGE, None) is False
+    for _ in range(2):
+        assert engine.register(Memory(PAGE).address, PAGE, None) is False
     engine.unregister(1)
     assert "io_uring" in engine.report()["registered_buffers"]
+    assert sum("without registered buffers" in record.getMessage() for record in caplog.records) == 1
     engine.close()

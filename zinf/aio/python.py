@@ -165,14 +165,14 @@ class PythonEngine:
     def open(self, path: str | os.PathLike[str], *, write: bool, create: bool = False, direct: bool | str = "auto") -> PythonFile:
         self._check_open()
         file = PythonFile(os.fspath(path), write=write, create=create, direct=check_direct(direct))
-        if file.note and file.note not in self._told:
-            self._told.add(file.note)
-            log.warning("buffered I/O in %s: %s", os.path.dirname(file.path) or ".", file.note)
+        if file.note:
+            self._tell_once(f"buffered I/O in {os.path.dirname(file.path) or '.'}: {file.note}", logging.WARNING)
         with self._idle:
             self._files.add(file)
         return file
 
     def register(self, address: int, nbytes: int, owner: object) -> bool:
+        self._tell_once("I/O goes on without registered buffers: only io_uring registers them", logging.INFO)
         return False
 
     def unregister(self, address: int) -> None:
@@ -225,6 +225,13 @@ class PythonEngine:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._pool.shutdown()
+
+    def _tell_once(self, message: str, level: int) -> None:
+        with self._idle:
+            new = message not in self._told
+            self._told.add(message)
+        if new:
+            log.log(level, message)
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
