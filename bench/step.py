@@ -11,7 +11,7 @@ A step cannot be shorter than the longest of the three where they overlap. On th
 so their sum is a bound too: both ratios are given. Peers: plain PyTorch in memory with a fused AdamW on an fp32 master (bf16
 autocast), with and without recompute; DeepSpeed ZeRO-3 with NVMe if it is installed (in a process of its own).
 
-    python bench/step.py [--size 135m|tiny] [--tokens 256] [--rounds 5] [--nvme PATH] [--json FILE] [--toy]
+    python bench/step.py [--size 135m|tiny] [--tokens 256] [--rounds 5] [--nvme PATH] [--deepspeed PYTHON] [--json FILE] [--toy]
 """
 
 from __future__ import annotations
@@ -133,12 +133,12 @@ def zinf_step(engine: Engine, ids: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-def deepspeed_step(size: str, tokens: int, rounds: int, folder: str) -> float | None:
+def deepspeed_step(python: str, size: str, tokens: int, rounds: int, folder: str) -> float | None:
     """Median seconds of a ZeRO-3 step with optimizer and parameters on NVMe, in a process of its own; None if it cannot run."""
-    if importlib.util.find_spec("deepspeed") is None:
+    if python == sys.executable and importlib.util.find_spec("deepspeed") is None:
         return None
     script = Path(__file__).with_name("peer_deepspeed.py")
-    command = [sys.executable, script, "--size", size, "--tokens", str(tokens), "--rounds", str(rounds), "--nvme", folder]
+    command = [python, script, "--size", size, "--tokens", str(tokens), "--rounds", str(rounds), "--nvme", folder]
     done = subprocess.run(command, capture_output=True, text=True)
     return float(json.loads(done.stdout.splitlines()[-1])["seconds"]) if done.returncode == 0 else None
 
@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--nvme", default=".")
+    parser.add_argument("--deepspeed", default=sys.executable, metavar="PYTHON", help="an interpreter that has DeepSpeed")
     parser.add_argument("--json")
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()
@@ -201,7 +202,7 @@ def measure(args: argparse.Namespace, ids: torch.Tensor, folder: str) -> dict[st
     rounds = args.rounds + 1
     bound = max(medians["compute"], medians["I/O"], medians["optimizer"])
     shared = max(medians["compute"] + medians["optimizer"], medians["I/O"])
-    peer = deepspeed_step(args.size, args.tokens, args.rounds, folder)
+    peer = deepspeed_step(args.deepspeed, args.size, args.tokens, args.rounds, folder)
     if peer is not None:
         medians["DeepSpeed ZeRO-3, all on NVMe"] = peer
     return {

@@ -47,6 +47,9 @@ def run(args: argparse.Namespace) -> int:
     from zinf.train import TrainConfig
 
     config = TrainConfig.load(example(), args.overrides, {"nvme_path": args.nvme_path} if args.nvme_path else None)
+    if not args.nvme_path:
+        for path in config.engine.nvme_path:
+            Path(path).mkdir(parents=True, exist_ok=True)  # the example's own, ./work/nvme; a path that the user names must be there
     fresh = args.fresh or (config.output is not None and Path(config.output, "config.json").exists())
     if fresh and config.output is not None:
         shutil.rmtree(config.output, ignore_errors=True)  # so that a run that is stopped from here on does not look finished
