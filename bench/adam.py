@@ -46,7 +46,7 @@ COPY = "copy, non-temporal"
 def buffer(n: int, dtype: torch.dtype, value: float) -> Tensor:
     """n elements on large pages, all touched."""
     nbytes = n * dtype.itemsize
-    memory = mmap.mmap(-1, nbytes + HUGE)
+    memory = mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets no large pages
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE

@@ -63,6 +63,8 @@ def test_gather_sees_the_step_that_is_pending(tmp_path):
 def test_a_cache_in_training_is_refused(tmp_path):
     with engine_of(tmp_path) as engine:
         assert engine(input_ids=batches(1)[0]).past_key_values is None
+        engine.eval()
+        assert engine(input_ids=batches(1)[0]).past_key_values is None  # a model fresh from from_pretrained is in eval mode, as elsewhere
         with pytest.raises(EngineError, match="use_cache=False"):
             engine(input_ids=batches(1)[0], use_cache=True)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import os
 import weakref
@@ -396,14 +397,12 @@ def _choose_step_mode(config: Config, on_nvme: bool) -> str:
 
 
 def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Training keeps no KV cache: recompute would fill it twice and silently change gradients."""
-    if not module.training or getattr(getattr(module, "config", None), "use_cache", None) is None:
-        return kwargs
+    """A forward with a graph keeps no KV cache: recompute would fill it twice and silently change gradients."""
     if kwargs.get("use_cache"):
         raise EngineError(
             "use_cache=True in training: recompute would fill the cache twice and change gradients; pass use_cache=False, or generate under torch.no_grad()"
         )
-    return {**kwargs, "use_cache": False}
+    return {**kwargs, "use_cache": False} if "use_cache" in inspect.signature(type(module).forward).parameters else kwargs
 
 
 def _plain(value: Any) -> bool:
