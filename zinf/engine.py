@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf import memory, reading, rng
+from zinf import buffers, memory, reading, rng
 from zinf.commit import Committer
 from zinf.config import Config, check_keys
 from zinf.discover import discover, layout_of
-from zinf.errors import ConfigError, EngineError
+from zinf.errors import ConfigError, EngineError, NonFiniteError, StoreError
 from zinf.optimizer import Optimizer, make_groups
 from zinf.placement import Tier
 from zinf.report import plan_lines, report, stats
@@ -69,6 +69,7 @@ class Engine:
         if owner is not None and owner() is not None:
             raise EngineError(f"this {type(model).__name__} already has an engine: close it first")
         self.module = model
+        self._pid = os.getpid()
         self.extra: dict[str, Any] = {}
         self._import: dict[str, Any] = {}  # what the import left in the store's manifest
         self.micro_batch_size = config.micro_batch_size
@@ -80,8 +81,18 @@ class Engine:
         groups = make_groups(model, param_groups, config.weight_decay)
         with contextlib.ExitStack() as stack:
             self.memory = memory.build(self.layout, self._units, model, config, self.step_mode, stack, self.origin, resume)
-            self._shutdown = weakref.finalize(self, stack.pop_all().close)
+            self._shutdown = weakref.finalize(self, _close, stack.pop_all(), os.getpid())
         self.shards, self.trace = self.memory.shards, self.memory.parts.trace
+        self._undo: list[Callable[[], None]] = []
+        try:
+            self._start(groups)
+        except BaseException:
+            self._release()
+            raise
+
+    def _start(self, groups: list[dict[str, Any]]) -> None:
+        """Everything above the memory."""
+        model, config = self.module, self.config
         self.optimizer = Optimizer(self, groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay})
         self._committer = Committer(self.memory.parts, self.shards)
         self._stepper = Stepper(self.memory, self.optimizer, self._committer, config, self.step_mode, _weak(self._fetch))
@@ -91,10 +102,10 @@ class Engine:
         self._trained: list[Use] = []  # what was used since the current training cycle began
         self._evaluated: list[Use] = []
         self._error: BaseException | None = None
-        self._undo: list[Callable[[], None]] = []
-        self._hook()
+        self._buffers = buffers.Changed(model)
         if self.memory.restored is not None:
             self._restore(self.memory.restored)
+        self._hook()
         model.zinf_engine = weakref.ref(self)  # type: ignore[assignment]
 
     def _hook(self) -> None:
@@ -148,8 +159,9 @@ class Engine:
             every = self._commit_every
             if not done.skipped and every and done.step % every == 0:
                 self._committer.ask(done.step, self._snapshot())
-            if self.memory.root is not None:
-                self._fetch(self.memory.root)
+            for shard in self.shards:  # the root's is needed at once; where shards are stepped under backward, none may wait, as the next one would overtake it
+                if shard.pending is not None and (shard is self.memory.root or self.step_mode == "backward"):
+                    self._fetch(shard)
             self._now = self._train
             self._prefetch(self._train)
             self._committer.make_if_applied()
@@ -158,11 +170,12 @@ class Engine:
     def zero_grad(self) -> None:
         """Drop the grads summed since the last step."""
         self._check_usable()
-        self._stepper.zero_grad()
+        with self._noting():
+            self._stepper.zero_grad()
 
     def commit(self, extra: dict[str, Any] | None = None) -> None:
         """Commit the state after the last step as soon as it is on NVMe; does not wait for that. See `step` for `extra`."""
-        self._check_usable()
+        self._check_whole()
         if extra is not None:
             self.extra = extra
         with self._noting():
@@ -170,7 +183,7 @@ class Engine:
 
     def synchronize(self) -> None:
         """Apply every pending step, make the commit that was asked for, and wait until it is made."""
-        self._check_usable()
+        self._check_whole()
         with self._noting():
             self._stepper.apply_pending()
             self._committer.make_if_applied()
@@ -235,6 +248,8 @@ class Engine:
         if not self._shutdown.alive:
             return
         try:
+            if self._error is None and self._stepper.early:
+                self.zero_grad()
             if self._error is None:
                 self._committer.ask(self.global_step, self._snapshot())
                 self.synchronize()
@@ -245,7 +260,7 @@ class Engine:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        if self.memory.root is not None:
+        if self.memory.root is not None and self.memory.root.bound:
             self.memory.root.unbind()
         self._shutdown()
         self.module.zinf_engine = None  # type: ignore[assignment]
@@ -298,7 +313,7 @@ class Engine:
 
     def bring(self, shard: Shard) -> None:
         """Have the shard's newest weights where they can be read, outside of any pass."""
-        self._check_usable()
+        self._check_whole()
         with self._noting():
             self._fetch(shard)
             shard.wait_fetched()
@@ -309,7 +324,7 @@ class Engine:
                 break
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        self._check_usable()
+        self._check_whole()
         if torch.is_grad_enabled():
             if self._trained and self._trained[-1].phase is Phase.BACKWARD:
                 self._learn()
@@ -323,6 +338,7 @@ class Engine:
             with self._noting():
                 self._fetch(root)
                 root.wait_fetched()
+            root.check_bound()
         return args, kwargs
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -348,7 +364,7 @@ class Engine:
     def _snapshot(self) -> dict[str, Any]:
         """All that a resumed engine needs beyond the records, as of the last step."""
         groups = [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in self.optimizer.param_groups]
-        return {**self._import, "engine": {**self._stepper.state(), "groups": groups, "rng": rng.capture()}, "user": self.extra}
+        return {**self._import, "engine": {**self._stepper.state(), "groups": groups, "rng": rng.capture(), "buffers": self._buffers.capture()}, "user": self.extra}
 
     def _restore(self, committed: dict[str, Any]) -> None:
         self._import = {k: v for k, v in committed.items() if k not in ("engine", "user")}
@@ -363,6 +379,7 @@ class Engine:
             )
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        self._buffers.restore(state.get("buffers", {}))
         self._rng = state["rng"]
 
     def restore_rng(self) -> None:
@@ -371,19 +388,42 @@ class Engine:
             rng.restore(self._rng)
 
     def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineError(f"the engine belongs to process {self._pid}, and this is a fork of it: its threads are not here")
         if not self._shutdown.alive:
             raise EngineError("the engine is closed: build a new one (and pass resume=True to go on from its store)")
         if self._error is not None:
             raise EngineError(f"the engine stopped at an error ({self._error}): close it, and go on from the last commit") from self._error
+        self._stepper.settle()
+
+    def _check_whole(self) -> None:
+        """As _check_usable, where all shards must be of the same step."""
+        self._check_usable()
+        self._stepper.check_whole()
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
         """An error of the tiers leaves a step half done: remember it, so that nothing is computed from it."""
         try:
             yield
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, StoreError) as error:
             self._error = error
             raise
+        except NonFiniteError as error:
+            if self._stepper.early:  # and it could not be undone
+                self._error = error
+            raise
+
+
+def _close(stack: contextlib.ExitStack, pid: int) -> None:
+    """Close what an engine stands on; in a fork, whose threads and locks are the parent's, leave it all as it is, for good."""
+    if os.getpid() == pid:
+        stack.close()
+    else:
+        _of_parents.append(stack)
+
+
+_of_parents: list[contextlib.ExitStack] = []
 
 
 def _choose_step_mode(config: Config, on_nvme: bool) -> str:

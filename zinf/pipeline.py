@@ -46,7 +46,7 @@ class Job:
         self.what = what
         self.error: BaseException | None = None
         self._items: Iterator[Item] | None = iter(items)
-        self._on_ready, self._on_over = on_ready, on_over  # called on the pipeline's thread, before the event
+        self._on_ready, self._on_over = on_ready, on_over  # called on the pipeline's thread, before the event, also of a job that failed
         self._ready = threading.Event()  # all items have worked: what the job brings may be used
         self._over = threading.Event()  # all items have finished: buffers and slots are free
         self._open = self._unworked = 0  # items that have not finished, not worked
@@ -98,7 +98,7 @@ class Job:
     def settle(self) -> None:
         """Set the events that are due."""
         if not self._ready.is_set() and (self.error is not None or (self._exhausted and self._unworked == 0)):
-            if self._on_ready is not None and self.error is None:
+            if self._on_ready is not None:
                 self._on_ready()
             self._ready.set()
         if self._exhausted and self._open == 0 and not self._over.is_set():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zinf.buffers import persistent
 from zinf.checkpoint import export_safetensors
 from zinf.chunks import DTYPES
 
@@ -41,11 +42,7 @@ def state_dict(engine: Engine) -> dict[str, torch.Tensor]:
             for *_, p in shard.params:
                 values[id(p)] = p.detach().cpu().clone()
     out = {name: values[id(p)] for name, p in engine.module.named_parameters(remove_duplicate=False)}
-    for prefix, module in engine.module.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                out[name] = buffer.detach().clone()
-    return out
+    return out | {name: b.detach().clone() for name, b in persistent(engine.module)}
 
 
 def save_pretrained(engine: Engine, folder: str | os.PathLike[str], max_shard_size: int, dtype: str | None) -> None:

@@ -102,6 +102,7 @@ class Shard:
         self.pins = 0  # reasons not to evict; guarded by slabs.cond
         self.computing = 0  # pins that are computations; guarded by slabs.cond
         self.bound = 0  # nested binds
+        self.steps = 0  # that fetches have begun to apply
         self.pending: StepSpec | None = None
         self.grads: list[torch.Tensor | None] = []  # flat grads of each run in host memory, while a step may need them
         self.job: Job | None = None
@@ -133,6 +134,7 @@ class Shard:
         if needs_slab and self.slab is None and not self.parts.slabs.take(self, cycle, before):
             return False
         spec, self.pending = self.pending, None
+        self.steps += spec is not None
         had_weights, self.valid = self.valid, True
         self._uploads = []
         pipeline = self.parts.stepper if spec is not None else self.parts.fetcher
@@ -142,7 +144,7 @@ class Shard:
             Job(
                 self._items(spec, had_weights, pipeline),
                 f"fetch {self.name}",
-                on_ready=self.release_grads if spec is not None else None,  # the last chunk was stepped
+                on_ready=self.release_grads if spec is not None else None,  # the last chunk was stepped, or none will be
                 on_over=lambda: self.parts.slabs.unpin(self),
             )
         )
@@ -192,6 +194,12 @@ class Shard:
             p.__class__ = cls
             p.data = view
 
+    def check_bound(self) -> None:
+        """Raise EngineError if a bound parameter computes from other memory than the slab: a step would not reach it."""
+        for (*_, spec, p), view in zip(self.params, self._weights_views(), strict=True):
+            if p.data_ptr() != view.data_ptr() or p.dtype is not view.dtype:
+                raise EngineError(f"{spec.name} was moved or cast (model.to, half, float) after the engine was built: do that before, and build a new one")
+
     def unbind(self) -> None:
         """Give the parameters back their placeholders. See [Note: one accumulator per call]."""
         self.bound -= 1
@@ -221,7 +229,8 @@ class Shard:
         buffer = self.weights_buffer()
         key = self.slab.index if self.slab is not None else -1
         if self._views[0] != key:
-            self._views = (key, self.views(buffer))
+            with torch.inference_mode(False):  # views made in inference mode could never be trained
+                self._views = (key, self.views(buffer))
         return self._views[1]
 
     def weights_buffer(self) -> torch.Tensor:

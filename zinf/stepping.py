@@ -56,9 +56,11 @@ class Stepper:
         self.global_step = 0
         self.skipped_steps = 0
         self.backward_running = False
+        self.interrupted = False  # a backward ended in an exception: the grads of this step are incomplete
         self.counts = [[0] * len(s.params) for s in self.shards]  # how often each parameter was stepped
         self._skipped_in_a_row = 0
         self._micro_step = 0  # backwards since the last step
+        self._took = False  # has this backward given a parameter a gradient?
         self._sums: dict[int, float] = {}
         self._sum_jobs: dict[int, Job] = {}
         self._early: dict[int, list[bool]] = {}  # shards stepped under backward, and which of their parameters
@@ -68,8 +70,38 @@ class Stepper:
     def in_backward(self) -> None:
         """Called from hooks: a backward is running; be told when it ends."""
         if not self.backward_running:
-            self.backward_running = True
+            self.check_complete()
+            self.backward_running, self._took = True, False
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def settle(self) -> None:
+        """End what a backward left open that an exception ended: autograd tells nobody. Called outside of any backward or within one."""
+        if not self.backward_running or torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+            return
+        self.backward_running, self.interrupted = False, True
+        for shard in self.shards:
+            for call in list(shard.calls):
+                call.unbind()
+                call.over = True
+                shard.calls.discard(call)
+
+    @property
+    def early(self) -> bool:
+        """Have shards been stepped under a backward whose step is not over?"""
+        return bool(self._early)
+
+    def check_complete(self) -> None:
+        """Raise EngineError after a backward that ended in an exception, until its grads are dropped."""
+        if self.interrupted:
+            raise EngineError("a backward ended in an exception, and its grads are incomplete: call zero_grad(), then repeat the backwards of this step")
+
+    def check_whole(self) -> None:
+        """Raise EngineError while some shards have been stepped and others have not."""
+        if self.early:
+            raise EngineError(
+                "the backward has stepped some shards already (step_mode backward), so there is no whole model to read before the step is over: "
+                "call step() first, or zero_grad() to drop the step; where several backwards make a step, set gradient_accumulation_steps"
+            )
 
     def take(self, shard: Shard, i: int, p: nn.Parameter) -> None:
         """Parameter `i` of `shard` has a gradient: add it to the shard's, and free it."""
@@ -85,6 +117,7 @@ class Stepper:
                 "and call step() after the last"
             )
         grads.take(i, grad)
+        self._took = True
         open_calls = [call for call in shard.calls if not call.over]
         if open_calls and not any(call.entered for call in open_calls):
             # No input of these calls needs a gradient, so only the parameters tell their end: each gives once in every call.
@@ -119,7 +152,7 @@ class Stepper:
                 self._complete(shard)
                 for call in [call for call in shard.calls if call.over]:
                     shard.calls.discard(call)  # a graph that someone keeps is no open call
-            self._micro_step += 1
+            self._micro_step += self._took
         finally:
             self.backward_running = False
 
@@ -167,6 +200,7 @@ class Stepper:
         """Fix this step. See Engine.step."""
         if self.parts.stepper.error is not None and not isinstance(self.parts.stepper.error, NonFiniteError):
             raise self.parts.stepper.error
+        self.check_complete()
         waiting = [g for g in self.grads.of if (g.waiting and not g.assigned) or g.shard.index in self._early]
         if not waiting:
             raise EngineError("step without grads: call engine.backward(loss) first, with a loss that depends on trainable parameters")
@@ -200,11 +234,11 @@ class Stepper:
                 shard.wait_fetched()
 
     def zero_grad(self) -> None:
-        """Drop the grads summed since the last step."""
+        """Drop the grads summed since the last step, and undo what was stepped with them."""
+        self._drop([g for g in self.grads.of if g.open or (g.waiting and not g.assigned)])
         if self._early:
-            raise EngineError("zero_grad after a backward that has already stepped: set step_mode to deferred to be able to drop grads")
-        self._drop(g for g in self.grads.of if g.waiting and not g.assigned)
-        self._micro_step = 0
+            self.undo_early()
+        self._micro_step, self.interrupted = 0, False
 
     def _drop(self, waiting: Any) -> None:
         for g in waiting:
@@ -220,7 +254,7 @@ class Stepper:
         first = next(s.name for s in reversed(self.shards) if not math.isfinite(sums.get(s.index, 0.0)))
         log.warning("step %d skipped: the gradient of %s is not finite (%d skipped in all)", self.global_step + 1, first, self.skipped_steps)
         if self._early:
-            self._undo_early()
+            self.undo_early()
         self._drop(waiting)
         if self._skipped_in_a_row > self.config.max_skipped_steps:
             raise NonFiniteError(
@@ -239,14 +273,13 @@ class Stepper:
         self.global_step, self.skipped_steps = state["global_step"], state["skipped_steps"]
         self.counts = [state["counts"].get(str(i), [self.global_step] * len(c)) for i, c in enumerate(self.counts)]
 
-    def _undo_early(self) -> None:
-        """Shards were stepped before the bad gradient came: go back to the commit of the step before."""
-        self._early.clear()
+    def undo_early(self) -> None:
+        """Shards were stepped under a backward whose step will not be: go back to the commit of the step before."""
         self.parts.stepper.drain()
         store = self.parts.records.store
         if store is None or store.step != self.global_step:
             raise NonFiniteError(
-                f"a gradient was not finite at step {self.global_step + 1}, and shards stepped before it cannot be undone, "
+                f"shards that were stepped under the backward of step {self.global_step + 1} cannot be undone, "
                 f"as step {self.global_step} was not committed: go on from the last commit, with step_mode deferred or commit_every 1"
             )
         self.parts.slabs.evict_all()
@@ -255,3 +288,4 @@ class Stepper:
             shard.job = shard.pending = None
         store.rollback()
         self.parts.records.load_homes()
+        self._early.clear()

@@ -16,13 +16,16 @@ and looked up again in the slab of that moment; everything else it saves is an a
 [Note: when a call's backward is over] Autograd runs ready nodes latest-created first, and accumulates gradients into leaves
 before anything else. The first input that needs a gradient enters a call through a view made there, so that view's node is the
 oldest of the call and runs last: when its hook fires, every parameter gradient of the call has been taken. One view and not one
-for each input, as sums over users of an input that several blocks share keep the order that they have without us. A call that
-never gets there (an output that the loss does not use) ends with the backward itself.
+for each input, as sums over users of an input that several blocks share keep the order that they have without us. Where that
+input gets no gradient, another one's being complete ends the call: then what made it runs, and that is older than the call. A call
+that never gets there (an output that the loss does not use) ends with the backward itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -56,15 +59,26 @@ class Call:
 
     def __init__(self, shard: Shard, conductor: Conductor):
         self.shard, self._conductor = shard, conductor
+        self.steps = 0  # of the shard, when this call computed from it
         self.entered = False  # an input needs a gradient, and tells when the call's backward is over
         self.over = False
         self.bound = False
 
     def enter(self, tree: Any) -> Any:
         """The call's arguments, the first tensor that needs a gradient replaced by a view. See [Note: when a call's backward is over]."""
+        hooks: list[Any] = []
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        method = weakref.WeakMethod(self._input_done)
+
+        def input_done(grad: torch.Tensor) -> None:
+            if done := method():
+                done()
 
         def enter_one(t: Any) -> Any:
-            if self.entered or not isinstance(t, torch.Tensor) or not t.requires_grad:
+            if not isinstance(t, torch.Tensor) or not t.requires_grad:
+                return t
+            if self.entered:
+                hooks.append(t.register_hook(input_done))
                 return t
             self.entered = True
             view = t.view_as(t)
@@ -75,6 +89,7 @@ class Call:
 
     def leave(self, out: Any) -> None:
         """The call is open for as long as the graph of what it returns lives."""
+        self.steps = self.shard.steps
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.grad_fn is not None:
                 t.grad_fn.metadata.setdefault("zinf", []).append(self)  # type: ignore[attr-defined]
@@ -86,6 +101,11 @@ class Call:
         if self.bound:
             return
         self._conductor.use(Phase.BACKWARD, self.shard)
+        if self.shard.steps != self.steps:
+            raise EngineError(
+                f"{self.shard.name} was stepped between a forward and its backward, which would compute gradients of other weights: "
+                "call backward for every forward before step()"
+            )
         self.shard.bind()
         self.shard.calls.add(self)
         self.bound, self.over = True, False
@@ -94,33 +114,80 @@ class Call:
         self._conductor.in_backward()
         self.finish()
 
+    def _input_done(self) -> None:
+        """All users of another input have given their gradients, so this call is over even if the first input gets none."""
+        if self.bound:
+            self.finish()
+
     def finish(self) -> None:
         """Nothing of this call is computed any more in this backward."""
         self.over = True
+        self.unbind()
+        self._conductor.call_over(self.shard)
+
+    def unbind(self) -> None:
         if self.bound:
             self.bound = False
             self.shard.unbind()
-        self._conductor.call_over(self.shard)
 
 
 class Inputs:
-    """A call's arguments: alive in forward, then kept detached for the recompute."""
+    """A call's arguments: alive in forward, then kept detached for the recompute. They must not change until then."""
 
-    def __init__(self, args: Any):
-        self._live, self._kept = args, None
+    def __init__(self, args: Any, name: str):
+        self._live, self._kept, self._name = args, None, name
+        self._versions = _versions(args)
 
     def keep(self) -> None:
+        if _versions(self._live) != self._versions:
+            raise EngineError(f"{self._name} changes its input in place, and would be recomputed from changed values: write x = x + y, or set recompute=False")
         self._kept = tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t, self._live)
         self._live = None
 
     def get(self) -> Any:
-        return self._live if self._live is not None else self._kept
+        if self._live is not None:
+            return self._live
+        if _versions(self._kept) != self._versions:
+            raise EngineError(f"an input of {self._name} was changed in place after its forward, which backward repeats: write x = x + y, or set recompute=False")
+        return self._kept
+
+
+def _versions(tree: Any) -> list[int]:
+    return [t._version for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and not t.is_inference()]
+
+
+class Buffers:
+    """What a module's forward changed in its buffers (running averages, say): the recompute starts from the same values, and changes nothing."""
+
+    def __init__(self, module: nn.Module):
+        self._before = [(m, name, b.clone()) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+
+    def keep(self) -> None:
+        """Forward is over: what it did not change need not be kept."""
+        self._before = [(m, name, b) for m, name, b in self._before if (now := m._buffers.get(name)) is None or not torch.equal(now, b)]
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        now = [(m, name, m._buffers.get(name)) for m, name, _ in self._before]
+        for m, name, b in self._before:
+            m._buffers[name] = b.clone()
+        try:
+            yield
+        finally:
+            for m, name, b_now in now:
+                m._buffers[name] = b_now
 
 
 def stream(module: nn.Module, shard: Shard, conductor: Conductor, recompute: bool) -> Callable[[], None]:
     """Let `module` compute from `shard`; returns what undoes it."""
     own_forward = module.__dict__.get("forward")  # set on the instance by someone before us
-    forward = module.forward
+    bare = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out, buffer = bare(*args, **kwargs), shard.weights_buffer()
+        if any(_offset(t, buffer) is not None for t in tree_leaves(out)):  # the slab will be someone else's
+            out = tree_map(lambda t: t.clone() if _offset(t, buffer) is not None else t, out)
+        return out
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         conductor.use(Phase.EVALUATE, shard)
@@ -133,7 +200,7 @@ def stream(module: nn.Module, shard: Shard, conductor: Conductor, recompute: boo
     def train(*args: Any, **kwargs: Any) -> Any:
         call = Call(shard, conductor)
         args, kwargs = call.enter((args, kwargs))
-        out = (_recomputed if recompute else _looked_up)(call, forward, args, kwargs)
+        out = _recomputed(call, module, forward, args, kwargs) if recompute else _looked_up(call, forward, args, kwargs)
         call.leave(out)
         return out
 
@@ -157,8 +224,8 @@ def stream(module: nn.Module, shard: Shard, conductor: Conductor, recompute: boo
     return undo
 
 
-def _recomputed(call: Call, forward: Callable, args: Any, kwargs: Any) -> Any:
-    inputs = Inputs((args, kwargs))
+def _recomputed(call: Call, module: nn.Module, forward: Callable, args: Any, kwargs: Any) -> Any:
+    inputs, buffers = Inputs((args, kwargs), call.shard.name), Buffers(module)
     shard, conductor = call.shard, call._conductor
     in_forward = True
 
@@ -169,7 +236,8 @@ def _recomputed(call: Call, forward: Callable, args: Any, kwargs: Any) -> Any:
         else:
             call.begin_backward()
         a, k = inputs.get()
-        return forward(*a, **k)
+        with contextlib.nullcontext() if in_forward else buffers.as_before():
+            return forward(*a, **k)
 
     del args, kwargs
     bound = shard.bound
@@ -182,20 +250,26 @@ def _recomputed(call: Call, forward: Callable, args: Any, kwargs: Any) -> Any:
         if shard.bound > bound:
             shard.unbind()
     inputs.keep()
+    buffers.keep()
     return out
+
+
+def _offset(t: Any, buffer: torch.Tensor) -> int | None:
+    """Where in `buffer` the tensor `t` begins, in bytes; None for anything that is no part of it."""
+    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.device != buffer.device:
+        return None
+    offset = t.data_ptr() - buffer.data_ptr()
+    return offset if 0 <= offset < buffer.numel() and t.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() else None
 
 
 def _looked_up(call: Call, forward: Callable, args: Any, kwargs: Any) -> Any:
     shard = call.shard
     call._conductor.use(Phase.FORWARD, shard)
     buffer = shard.weights_buffer()
-    base, nbytes = buffer.data_ptr(), buffer.numel()
 
     def pack(t: torch.Tensor) -> Any:
-        offset = t.data_ptr() - base
-        if t.device != buffer.device or not 0 <= offset < nbytes or t.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
-            return t
-        return offset, t.dtype, t.shape, t.stride()
+        offset = _offset(t, buffer)
+        return t if offset is None else (offset, t.dtype, t.shape, t.stride())
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
