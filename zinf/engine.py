@@ -364,7 +364,11 @@ class Engine:
     def _snapshot(self) -> dict[str, Any]:
         """All that a resumed engine needs beyond the records, as of the last step."""
         groups = [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in self.optimizer.param_groups]
-        return {**self._import, "engine": {**self._stepper.state(), "groups": groups, "rng": rng.capture(), "buffers": self._buffers.capture()}, "user": self.extra}
+        return {
+            **self._import,
+            "engine": {**self._stepper.state(), "groups": groups, "rng": rng.capture(), "buffers": self._buffers.capture()},
+            "user": self.extra,
+        }
 
     def _restore(self, committed: dict[str, Any]) -> None:
         self._import = {k: v for k, v in committed.items() if k not in ("engine", "user")}
