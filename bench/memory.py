@@ -168,6 +168,7 @@ def recipe(folder: Path, steps: int, toy: bool) -> Any:
     import dataclasses
 
     from zinf.cli.demo import example
+    from zinf.config import cache_dir
     from zinf.train import TrainConfig
 
     if toy:
@@ -175,9 +176,13 @@ def recipe(folder: Path, steps: int, toy: bool) -> Any:
 
         config = toy_config(folder, steps)
     else:
-        config = TrainConfig.load(example(), [f"steps={steps}"])
-    (folder / "tokens").mkdir(exist_ok=True)
-    os.environ["ZINF_CACHE"] = str(folder / "tokens")
+        config = TrainConfig.load(example(), [f"steps={steps}", "eval_rows=4"])
+    cache = folder / "cache"
+    cache.mkdir()
+    for sample in cache_dir().glob("[!.]*"):
+        if sample.name != "tokens":
+            (cache / sample.name).symlink_to(sample)
+    os.environ["ZINF_CACHE"] = str(cache)
     return dataclasses.replace(config, output=str(folder / "out"), engine=dataclasses.replace(config.engine, nvme_path=(str(folder),)))
 
 
