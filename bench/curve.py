@@ -9,7 +9,7 @@ bit, so do losses and gradients. The first step's loss is therefore equal. Then 
     norm        torch sums squares in fp32 (clip_grad_norm_); zinf in double
 
 What they move is the last bits of an fp32 master; a few weights then round to the other bf16, and from there on losses differ in their third or fourth
-digit, as two runs of plain torch with another number of threads do. (That zinf has exactly the bits of its definition is what tests/test_smollm2.py says.)
+digit. (That zinf has exactly the bits of its definition is what tests/test_smollm2.py says.)
 
     python bench/curve.py [--steps 20] [--nvme PATH] [--fused] [--json FILE] [--toy] [KEY=VALUE ...]
 
@@ -97,14 +97,7 @@ class PlainEngine:
         return []
 
     def stats(self) -> dict[str, Any]:
-        return {
-            "seconds": {},
-            "waited": {},
-            "bytes_read": 0,
-            "bytes_written": 0,
-            "steps": self.global_step,
-            "params": sum(map(torch.Tensor.numel, self.master)),
-        }
+        return {"seconds": {}, "waited": {}, "bytes_read": 0, "bytes_written": 0, "steps": self.global_step, "params": sum(p.numel() for p in self.master)}
 
     def __enter__(self) -> PlainEngine:
         return self

@@ -15,6 +15,8 @@ import sys
 import time
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+for key, value in dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511").items():
+    os.environ.setdefault(key, value)  # else it looks for MPI
 os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # ninja, for what DeepSpeed compiles at first use
 
 SIZES = {
