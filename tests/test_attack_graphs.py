@@ -144,7 +144,7 @@ def test_a_graph_from_before_the_step_is_refused(tmp_path, mode):
         a, b = square(engine, 0), square(engine, 1)
         engine.backward(a)
         engine.step()
-        with pytest.raises(EngineError, match="before step|gradient_accumulation_steps"):
+        with pytest.raises(EngineError, match=r"before step|gradient_accumulation_steps"):
             engine.backward(b)
 
 
