@@ -159,3 +159,33 @@ def test_inference_mode_before_and_between_steps(tmp_path, mode):
                 square(engine, 40 + step)
             run(engine, step, step + 1)
         assert_same(engine_snapshot(engine), oracle(3))
+
+
+def test_a_model_cast_after_the_engine_was_built_is_refused(tmp_path):
+    with begin(tmp_path) as engine:
+        engine.module.scale.data = engine.module.scale.data.float()
+        with pytest.raises(EngineError, match="scale was moved or cast"):
+            square(engine, 0)
+
+
+def test_a_constructor_that_fails_leaves_store_and_model_free(tmp_path):
+    with begin(tmp_path) as engine:
+        run(engine, 0, 2)
+    model = net(6)
+    groups = [{"params": list(model.blocks.parameters())}, {"params": [model.scale]}]
+    with pytest.raises(ValueError, match="parameter groups"):
+        Engine(model, nvme_path=str(tmp_path), resume=True, param_groups=groups, **OPTIONS)
+    for steps in (3, 4):  # and a closed engine's model takes the next one
+        with Engine(model, nvme_path=str(tmp_path), resume=True, **OPTIONS) as engine:
+            run(engine, steps - 1, steps)
+            assert_same(engine_snapshot(engine), oracle(steps))
+
+
+def test_a_hold_that_was_interrupted_does_not_keep_its_slab(tmp_path):
+    with begin(tmp_path, step_mode="backward") as engine:
+        run(engine, 0, 2)
+        for shard in engine.shards[:-1]:
+            shard.hold()  # Ctrl-C before the matching let_go
+        engine.zero_grad()
+        run(engine, 2, 4)
+        assert_same(engine_snapshot(engine), oracle(4))

@@ -18,7 +18,7 @@ ROOT = Path(zinf.__file__).parent
 
 # Lowest first. A part (a module or package directly below zinf) may import from lower layers and from itself.
 LAYERS = [
-    {"errors", "layout", "config", "discover", "trace", "schedule", "placement", "pipeline", "rng"},
+    {"errors", "layout", "config", "discover", "trace", "schedule", "placement", "pipeline", "rng", "buffers"},
     {"_aio", "_ops"},
     {"aio", "ops"},
     {"tiers"},

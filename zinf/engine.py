@@ -83,6 +83,7 @@ class Engine:
             self.memory = memory.build(self.layout, self._units, model, config, self.step_mode, stack, self.origin, resume)
             self._shutdown = weakref.finalize(self, _close, stack.pop_all(), os.getpid())
         self.shards, self.trace = self.memory.shards, self.memory.parts.trace
+        self.gathered = 0  # gather blocks that are open
         self._undo: list[Callable[[], None]] = []
         try:
             self._start(groups)
@@ -149,9 +150,11 @@ class Engine:
             EngineError: no backward since the last step.
             NonFiniteError: more than `max_skipped_steps` steps in a row had gradients that are not finite.
         """
-        self._check_usable()
+        self._check_usable(idle=True)
         self._learn()
         with self._noting():
+            self._stepper.prepare()
+        with self._noting(Exception, KeyboardInterrupt):
             done = self._stepper.step()
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
             if extra is not None:
@@ -169,7 +172,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop the grads summed since the last step."""
-        self._check_usable()
+        self._check_usable(idle=True)
         with self._noting():
             self._stepper.zero_grad()
 
@@ -260,8 +263,9 @@ class Engine:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        if self.memory.root is not None and self.memory.root.bound:
-            self.memory.root.unbind()
+        for shard in self.shards:
+            if shard.bound:
+                shard.forget_binds(0)
         self._shutdown()
         self.module.zinf_engine = None  # type: ignore[assignment]
 
@@ -364,11 +368,8 @@ class Engine:
     def _snapshot(self) -> dict[str, Any]:
         """All that a resumed engine needs beyond the records, as of the last step."""
         groups = [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in self.optimizer.param_groups]
-        return {
-            **self._import,
-            "engine": {**self._stepper.state(), "groups": groups, "rng": rng.capture(), "buffers": self._buffers.capture()},
-            "user": self.extra,
-        }
+        engine = {**self._stepper.state(), "groups": groups, "rng": rng.capture(), "buffers": self._buffers.capture()}
+        return {**self._import, "engine": engine, "user": self.extra}
 
     def _restore(self, committed: dict[str, Any]) -> None:
         self._import = {k: v for k, v in committed.items() if k not in ("engine", "user")}
@@ -391,14 +392,14 @@ class Engine:
         if getattr(self, "_rng", None) is not None:
             rng.restore(self._rng)
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, idle: bool = False) -> None:
         if os.getpid() != self._pid:
             raise EngineError(f"the engine belongs to process {self._pid}, and this is a fork of it: its threads are not here")
         if not self._shutdown.alive:
             raise EngineError("the engine is closed: build a new one (and pass resume=True to go on from its store)")
         if self._error is not None:
             raise EngineError(f"the engine stopped at an error ({self._error}): close it, and go on from the last commit") from self._error
-        self._stepper.settle()
+        self._stepper.settle(idle and not self.gathered)
 
     def _check_whole(self) -> None:
         """As _check_usable, where all shards must be of the same step."""
@@ -406,16 +407,16 @@ class Engine:
         self._stepper.check_whole()
 
     @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
+    def _noting(self, *also: type[BaseException]) -> Iterator[None]:
         """An error of the tiers leaves a step half done: remember it, so that nothing is computed from it."""
         try:
             yield
-        except (OSError, MemoryError, StoreError) as error:
-            self._error = error
-            raise
         except NonFiniteError as error:
             if self._stepper.early:  # and it could not be undone
                 self._error = error
+            raise
+        except (*also, OSError, MemoryError, StoreError) as error:  # type: ignore[misc]
+            self._error = error
             raise
 
 

@@ -24,6 +24,8 @@ from typing import Protocol
 
 IDLE_SLICE = 1e-3  # seconds the thread waits for a write before it looks for new jobs again
 
+LOST_WAKEUP = 1.0  # seconds after which an idle thread looks by itself: Ctrl-C in another thread's notify may have eaten it
+
 
 class Item(Protocol):
     """One chunk's way through the pipeline; see the module's docstring."""
@@ -113,13 +115,14 @@ class Pipeline:
     def __init__(self, name: str):
         self.error: BaseException | None = None  # of the first job that failed; whoever makes good for it clears this
         self._jobs: deque[Job] = deque()
-        self._cond = threading.Condition()
+        self._lock = threading.Lock()  # entered by itself: Ctrl-C in Condition.__enter__, which is Python, would leave it held
+        self._cond = threading.Condition(self._lock)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> Job:
-        with self._cond:
+        with self._lock:
             if self._stopping:
                 raise RuntimeError(f"{job.what}: the engine is closed")
             self._jobs.append(job)
@@ -132,7 +135,7 @@ class Pipeline:
         marker._over.wait()
 
     def close(self) -> None:
-        with self._cond:
+        with self._lock:
             self._stopping = True
             self._cond.notify()
         if threading.current_thread() is not self._thread:
@@ -190,13 +193,13 @@ class Pipeline:
         """Start items in order until one finds no slot (returned), or there is none left (None)."""
         while True:
             if waiting is None:
-                with self._cond:
+                with self._lock:
                     job = self._jobs[0] if self._jobs else None
                 if job is None:
                     return None
                 item = self._next(job)
                 if item is None:
-                    with self._cond:
+                    with self._lock:
                         self._jobs.popleft()
                     job.settle()
                     continue
@@ -234,7 +237,7 @@ class Pipeline:
 
     def _await_job(self) -> bool:
         """Sleep until there is a job. False when the pipeline is closed and empty."""
-        with self._cond:
+        with self._lock:
             while not self._jobs and not self._stopping:
-                self._cond.wait()
+                self._cond.wait(LOST_WAKEUP)
             return bool(self._jobs)

@@ -26,6 +26,8 @@ def gather(engine: Engine, params: str | nn.Parameter | Sequence[str | nn.Parame
     if unknown:
         raise KeyError(f"{', '.join(w if isinstance(w, str) else 'a parameter' for w in unknown)}: not of this engine's model")
     with contextlib.ExitStack() as stack:
+        engine.gathered += 1
+        stack.callback(lambda: setattr(engine, "gathered", engine.gathered - 1))
         for shard in engine.shards:
             if any(spec.name in wanted or id(p) in wanted for _, spec, p in shard.params):
                 engine.bring(shard)

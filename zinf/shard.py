@@ -99,8 +99,8 @@ class Shard:
         self.parts = parts
         self.resident = slab is not None  # holds its slab for good
         self.slab, self.valid = slab, False
-        self.pins = 0  # reasons not to evict; guarded by slabs.cond
-        self.computing = 0  # pins that are computations; guarded by slabs.cond
+        self.pins = 0  # jobs that move something in or out of the slab; guarded by slabs.lock
+        self.computing = 0  # computations that need the slab; guarded by slabs.lock
         self.bound = 0  # nested binds
         self.steps = 0  # that fetches have begun to apply
         self.pending: StepSpec | None = None
@@ -110,9 +110,10 @@ class Shard:
         self._uploads: list[Event] = []
         self._views: tuple[int, list[torch.Tensor]] = (-2, [])  # of the slab with this index
         self._placeholders = [_placeholders(DTYPES[spec.runs[r].dtype], p.shape) for r, p, _ in self.params]
-        self._classes = [type(p) for *_, p in self.params]
         for _, spec_p, p in self.params:
             p.zinf_name = spec_p.name  # type: ignore[attr-defined]
+            p.__dict__.setdefault("zinf_class", type(p))  # an engine before this one may have left it Unbound
+        self._classes = [p.__dict__["zinf_class"] for *_, p in self.params]
 
     # -- fetch ----------------------------------------------------------------------------------------------------------
 
@@ -133,13 +134,22 @@ class Shard:
         needs_slab = not (home is not None and self.parts.device.direct)
         if needs_slab and self.slab is None and not self.parts.slabs.take(self, cycle, before):
             return False
+        try:
+            self._submit_fetch()
+        except BaseException as error:  # Ctrl-C: whether the pending step was submitted is not known
+            stopped = EngineError(f"the fetch of {self.name} was interrupted, and its step with it: close the engine, and go on from the last commit")
+            stopped.__cause__ = error
+            self.parts.stepper.error = self.parts.stepper.error or stopped
+            raise
+        return True
+
+    def _submit_fetch(self) -> None:
         spec, self.pending = self.pending, None
         self.steps += spec is not None
         had_weights, self.valid = self.valid, True
         self._uploads = []
         pipeline = self.parts.stepper if spec is not None else self.parts.fetcher
         self.parts.slabs.pin(self)
-
         self.job = pipeline.submit(
             Job(
                 self._items(spec, had_weights, pipeline),
@@ -148,7 +158,6 @@ class Shard:
                 on_over=lambda: self.parts.slabs.unpin(self),
             )
         )
-        return True
 
     def wait_fetched(self) -> None:
         """Until compute may read the slab. Raises what the fetch raised; the shard is then without valid weights."""
@@ -209,14 +218,21 @@ class Shard:
 
     def hold(self) -> None:
         """Compute needs the slab until the matching `let_go`."""
-        with self.parts.slabs.cond:
-            self.pins += 1
+        with self.parts.slabs.lock:
             self.computing += 1
 
     def let_go(self) -> None:
-        with self.parts.slabs.cond:
+        with self.parts.slabs.lock:
             self.computing -= 1
-        self.parts.slabs.unpin(self)
+            self.parts.slabs.cond.notify_all()
+
+    def forget_binds(self, keep: int) -> None:
+        """Nothing computes: end all but `keep` of the binds and holds, which an exception left."""
+        with self.parts.slabs.lock:
+            self.computing = keep
+        if self.bound != keep:
+            self.bound = keep
+            self.make_placeholders()
 
     def make_placeholders(self) -> None:
         for (*_, p), (other, own) in zip(self.params, self._placeholders, strict=True):

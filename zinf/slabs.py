@@ -1,7 +1,7 @@
 """The slabs: few equal device buffers in each size class, handed from shard to shard as a step goes through the model.
 
-Taking a slab is the one place where a shard is evicted. A pinned holder is never evicted: it is computing, or something is
-still moving in or out of its slab. The thread that computes takes slabs; pins may be dropped by any thread.
+Taking a slab is the one place where a shard is evicted. A holder that computes is never evicted, nor a pinned one: something
+is still moving in or out of its slab. The thread that computes takes slabs; pins may be dropped by any thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Slabs:
     """All slabs of a device, by size class."""
 
     def __init__(self, classes: Sequence[SlabClass], device: Device, trace: Trace, poison: bool = False):
-        self.cond = threading.Condition()  # guards pins and holders
+        self.lock = threading.RLock()  # guards pins and holders; entered by itself, see pipeline.Pipeline
+        self.cond = threading.Condition(self.lock)
         self._device, self._trace, self._poison = device, trace, poison
         self._class_of: dict[int, int] = {s: k for k, c in enumerate(classes) for s in c.members}
         index = iter(range(1 << 30))
@@ -52,7 +53,7 @@ class Slabs:
             BudgetError: every slab of the class is held by a computation that will not end before this one.
         """
         slabs = self._slabs[self._class_of[shard.index]]
-        with self.cond:
+        with self.lock:
             while True:
                 free = next((slab for slab in slabs if slab.holder is None), None)
                 if free is None:
@@ -91,20 +92,20 @@ class Slabs:
 
     def evict_all(self) -> None:
         """Take every slab from its holder (after a rollback). No one may be computing."""
-        with self.cond:
+        with self.lock:
             for slab in (slab for slabs in self._slabs for slab in slabs):
-                while slab.holder is not None and slab.holder.pins:
+                while slab.holder is not None and slab.holder.pins:  # computations there are none
                     self.cond.wait()
                 if slab.holder is not None:
                     self._evict(slab)
 
     def pin(self, shard: Shard) -> None:
         """Keep the shard's slab until the matching `unpin`."""
-        with self.cond:
+        with self.lock:
             shard.pins += 1
 
     def unpin(self, shard: Shard) -> None:
-        with self.cond:
+        with self.lock:
             shard.pins -= 1
             if not shard.pins:
                 self.cond.notify_all()

@@ -61,6 +61,7 @@ class Stepper:
         self._skipped_in_a_row = 0
         self._micro_step = 0  # backwards since the last step
         self._took = False  # has this backward given a parameter a gradient?
+        self._waiting: list[ShardGrads] = []  # whose grads this step is made of
         self._sums: dict[int, float] = {}
         self._sum_jobs: dict[int, Job] = {}
         self._early: dict[int, list[bool]] = {}  # shards stepped under backward, and which of their parameters
@@ -74,16 +75,17 @@ class Stepper:
             self.backward_running, self._took = True, False
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
-    def settle(self) -> None:
-        """End what a backward left open that an exception ended: autograd tells nobody. Called outside of any backward or within one."""
-        if not self.backward_running or torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+    def settle(self, idle: bool = False) -> None:
+        """End what a backward left open that an exception ended (autograd tells nobody), or a forward: then `idle`, which says that none runs now."""
+        if torch._C._current_graph_task_id() != -1 or not (idle or self.backward_running):  # type: ignore[attr-defined]
             return
-        self.backward_running, self.interrupted = False, True
         for shard in self.shards:
-            for call in list(shard.calls):
-                call.unbind()
-                call.over = True
+            for call in list(shard.calls) if self.backward_running else ():
+                call.bound, call.over = False, True
                 shard.calls.discard(call)
+            shard.forget_binds(1 if shard is self.root else 0)
+        if self.backward_running:
+            self.backward_running, self.interrupted = False, True
 
     @property
     def early(self) -> bool:
@@ -196,8 +198,8 @@ class Stepper:
         shard.pending.gate = gate
         self._fetch(shard)
 
-    def step(self) -> StepStats:
-        """Fix this step. See Engine.step."""
+    def prepare(self) -> None:
+        """Wait for all that `step` needs. Changes nothing that matters: it may be interrupted, and called again."""
         if self.parts.stepper.error is not None and not isinstance(self.parts.stepper.error, NonFiniteError):
             raise self.parts.stepper.error
         self.check_complete()
@@ -211,6 +213,11 @@ class Stepper:
         with self.parts.trace.wait(Verb.OFFLOAD):
             for g in waiting:
                 self._sum_jobs[g.shard.index].wait()
+        self._waiting = waiting
+
+    def step(self) -> StepStats:
+        """Fix this step, after `prepare`. See Engine.step."""
+        waiting = self._waiting
         sums = {g.shard.index: self._sums[g.shard.index] for g in waiting}
         self._sum_jobs.clear()
         self._micro_step = 0
@@ -221,9 +228,10 @@ class Stepper:
         scale = clip_scale(norm, self.config.max_grad_norm)
         for g in waiting:
             index = g.shard.index
-            seen = self._early.pop(index) if index in self._early else self._assign(g.shard, scale)
+            seen = self._early.get(index) or self._assign(g.shard, scale)
             self.counts[index] = [n + ok for n, ok in zip(self.counts[index], seen, strict=True)]
         self.global_step += 1
+        self._early.clear()
         return StepStats(self.global_step, norm, False)
 
     def apply_pending(self) -> None:
@@ -276,6 +284,8 @@ class Stepper:
     def undo_early(self) -> None:
         """Shards were stepped under a backward whose step will not be: go back to the commit of the step before."""
         self.parts.stepper.drain()
+        if self.parts.stepper.error is not None and not isinstance(self.parts.stepper.error, NonFiniteError):
+            raise self.parts.stepper.error
         store = self.parts.records.store
         if store is None or store.step != self.global_step:
             raise NonFiniteError(

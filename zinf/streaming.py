@@ -148,9 +148,7 @@ class Inputs:
         if self._live is not None:
             return self._live
         if _versions(self._kept) != self._versions:
-            raise EngineError(
-                f"an input of {self._name} was changed in place after its forward, which backward repeats: write x = x + y, or set recompute=False"
-            )
+            raise EngineError(f"an input of {self._name} was changed in place before its recompute: write x = x + y, or set recompute=False")
         return self._kept
 
 
