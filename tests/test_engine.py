@@ -290,3 +290,36 @@ def test_an_exception_in_forward_leaves_the_engine_usable(tmp_path):
 def test_config_object_and_options():
     with Engine(nn.Linear(4, 4), Config(lr=1.0), eps=1e-3) as engine:
         assert (engine.config.lr, engine.config.eps) == (1.0, 1e-3)
+
+
+def test_a_parameter_unfrozen_too_late_is_refused(tmp_path):
+    model = llama()
+    model.model.norm.requires_grad_(False)
+    with engine_of(tmp_path, model=model) as engine:
+        train(engine, 1)
+        model.model.norm.requires_grad_(True)
+        with pytest.raises(EngineError, match=r"model\.norm\.weight was frozen when the engine was built"):
+            train(engine, 2, first=1)
+
+
+def test_micro_batches_of_what_has_no_rows_are_refused(tmp_path):
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return x + self.linear(x), self.linear(x).sum((0, 1))
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Sums() for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x, total = block(x)
+            return x.square().mean() + total.mean()
+
+    with engine_of(tmp_path, Chain(), micro_batch_size=2) as engine, pytest.raises(EngineError, match="leave micro_batch_size unset"):
+        engine(torch.randn(4, 16, 64))

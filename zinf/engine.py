@@ -332,6 +332,8 @@ class Engine:
         if torch.is_grad_enabled():
             if self._trained and self._trained[-1].phase is Phase.BACKWARD:
                 self._learn()
+            elif len(self._trained) > 64 * len(self.shards):
+                self._trained.clear()  # forwards that no backward follows are no cycle
             kwargs = _without_cache(module, kwargs)
         else:
             self._evaluated = []

@@ -203,6 +203,10 @@ class Stepper:
         if self.parts.stepper.error is not None and not isinstance(self.parts.stepper.error, NonFiniteError):
             raise self.parts.stepper.error
         self.check_complete()
+        for shard in self.shards:
+            for r, spec, p in shard.params:
+                if p.requires_grad and not shard.spec.runs[r].trainable:
+                    raise EngineError(f"{spec.name} was frozen when the engine was built and has no optimizer state: unfreeze it before zinf.Engine(model)")
         waiting = [g for g in self.grads.of if (g.waiting and not g.assigned) or g.shard.index in self._early]
         if not waiting:
             raise EngineError("step without grads: call engine.backward(loss) first, with a loss that depends on trainable parameters")

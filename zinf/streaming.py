@@ -298,10 +298,16 @@ def _refuse_cache(module: nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
+def _per_row(pieces: Sequence[torch.Tensor], sizes: Sequence[int], length: int) -> bool:
+    """Is each piece made of rows, or of the `length` positions of rows, so that pieces can be put one after the other?"""
+    return pieces[0].dim() > 0 and any(all(p.shape[0] == n * k for p, n in zip(pieces, sizes, strict=True)) for k in (1, length))
+
+
 def in_micro_batches(call: Callable, args: Sequence[Any], kwargs: dict[str, Any], rows: int, size: int) -> Any:
     """Run `call` on slices of `size` rows of every tensor argument with `rows` rows, and put the outputs together again."""
     leaves, spec = tree_flatten((tuple(args), kwargs))
-    outs = []
+    outs, sizes = [], [min(size, rows - start) for start in range(0, rows, size)]
+    length = next((t.shape[1] for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 1 and t.shape[0] == rows), 1)
     for start in range(0, rows, size):
         part = [t[start : start + size] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == rows else t for t in leaves]
         a, k = tree_unflatten(part, spec)
@@ -311,8 +317,11 @@ def in_micro_batches(call: Callable, args: Sequence[Any], kwargs: dict[str, Any]
     for pieces in zip(*(leaves for leaves, _ in flat), strict=True):
         if not isinstance(pieces[0], torch.Tensor):
             joined.append(pieces[0])
-        elif pieces[0].dim() == 0:
-            raise EngineError("a block returns a scalar tensor, which cannot be put together from micro-batches: leave micro_batch_size unset for this model")
+        elif not _per_row(pieces, sizes, length):
+            raise EngineError(
+                f"a block returns a tensor of shape {tuple(pieces[0].shape)}, which is not one value or block of values for each row of the batch: "
+                "leave micro_batch_size unset for this model"
+            )
         else:
             joined.append(torch.cat(pieces))
     return tree_unflatten(joined, flat[0][1])
