@@ -7,7 +7,7 @@ goes through `read` and `write` here and need not know which of the two it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -67,21 +67,23 @@ class Records:
 
     def read(self, items: Items) -> list:
         """Bring chunks into buffers of exactly their size; tickets as of Store.read."""
-        tickets: list = [DONE] * len(items)
-        remote = []
-        for i, (key, buffer) in enumerate(items):
-            home = self._homes.get(key)
-            if home is None:
-                remote.append(i)
-            else:
-                buffer.copy_(home)
-        if remote:
-            for i, ticket in zip(remote, self._need_store().read([items[i] for i in remote]), strict=True):
-                tickets[i] = ticket
-        return tickets
+
+        def from_home(key: Key, home: torch.Tensor, buffer: torch.Tensor) -> None:
+            buffer.copy_(home)
+
+        return self._each(items, from_home, lambda remote: self._need_store().read(remote))
 
     def write(self, items: Items) -> list:
         """Take chunks from buffers; tickets as of Store.write. The inverse of read."""
+
+        def to_home(key: Key, home: torch.Tensor, buffer: torch.Tensor) -> None:
+            home.copy_(buffer)
+            self._dirty.add(key)
+
+        return self._each(items, to_home, lambda remote: self._need_store().write(remote))
+
+    def _each(self, items: Items, local: Callable[[Key, torch.Tensor, torch.Tensor], None], transfer: Callable[[Items], list]) -> list:
+        """Serve the items that have a home by `local`, the others by one `transfer`; a ticket for each, in order."""
         tickets: list = [DONE] * len(items)
         remote = []
         for i, (key, buffer) in enumerate(items):
@@ -89,10 +91,9 @@ class Records:
             if home is None:
                 remote.append(i)
             else:
-                home.copy_(buffer)
-                self._dirty.add(key)
+                local(key, home, buffer)
         if remote:
-            for i, ticket in zip(remote, self._need_store().write([items[i] for i in remote]), strict=True):
+            for i, ticket in zip(remote, transfer([items[i] for i in remote]), strict=True):
                 tickets[i] = ticket
         return tickets
 
