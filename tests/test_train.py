@@ -302,3 +302,14 @@ def test_the_example_is_valid(tmp_path, monkeypatch) -> None:
     (tmp_path / "smollm2-135m-instruct").rmdir()
     with pytest.raises(ConfigError, match="`zinf demo --prepare` makes it"):
         TrainConfig.load(Path(__file__).parents[1] / "examples/smollm2.yaml")
+
+
+def test_an_output_that_cannot_be_is_refused_before_training(tmp_path):
+    from zinf.train import check_output
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output: .*file cannot be made \(File exists\)"):
+        check_output(str(tmp_path / "file"))
+    check_output(str(tmp_path / "new" / "folder"))
+    assert (tmp_path / "new" / "folder").is_dir()
+    check_output(None)

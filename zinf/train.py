@@ -225,7 +225,25 @@ def load_tokenizer(folder: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"model: no tokenizer in {folder}: {str(e).splitlines()[0]}") from e
+        if not os.path.isdir(folder):
+            raise ConfigError(f"model: there is no folder {folder} here, and no such model could be had from the hub ({type(e).__name__})") from e
+        raise ConfigError(f"model: no tokenizer could be loaded from {folder}: text needs one; put it there with tokenizer.save_pretrained") from e
+
+
+def check_output(folder: str | None) -> None:
+    """Make the folder that the trained model goes to now, since nobody wants to hear after training that it cannot be.
+
+    Raises:
+        ConfigError: it cannot be made, or not be written to.
+    """
+    if folder is None:
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"output: {folder} cannot be made ({e.strerror}): choose another folder") from e
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"output: {folder} is not writable for this user: change its mode, or choose another folder")
 
 
 def train(
@@ -248,6 +266,7 @@ def train(
     import torch
 
     watch = watch or Watch()
+    check_output(config.output)
     tokenizer = load_tokenizer(config.model) if tokenizer is None else tokenizer
     train_rows = Rows(tokenise(find_files(config.data.train), tokenizer), config.data.max_length, config.data.packing)
     eval_rows = Rows(tokenise(find_files(config.data.eval), tokenizer), config.data.max_length, config.data.packing) if config.data.eval else None
