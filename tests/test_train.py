@@ -313,3 +313,23 @@ def test_an_output_that_cannot_be_is_refused_before_training(tmp_path):
     check_output(str(tmp_path / "new" / "folder"))
     assert (tmp_path / "new" / "folder").is_dir()
     check_output(None)
+
+
+def test_a_budget_that_is_too_small_is_refused_before_the_import(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from zinf.errors import BudgetError
+    from zinf.train import open_engine
+
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("text")
+    values = {
+        "model": str(tmp_path / "model"),
+        "data": {"train": [str(tmp_path / "text.txt")]},
+        "engine": {"nvme_path": str(tmp_path), "host_memory": "64KiB", "weights": "nvme", "state": "nvme"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(BudgetError, match="host memory: zinf needs .* but host_memory is 64.0 KiB"):
+        open_engine(TrainConfig.load(tmp_path / "run.yaml"), False, Watch())
+    assert not (tmp_path / "run").exists()

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf import buffers, memory, reading, rng
+from zinf import buffers, layout, memory, reading, rng
 from zinf.commit import Committer
 from zinf.config import Config, check_keys
-from zinf.discover import discover, layout_of
+from zinf.discover import Unit, discover, layout_of
 from zinf.errors import ConfigError, EngineError, NonFiniteError, StoreError
 from zinf.optimizer import Optimizer, make_groups
 from zinf.placement import Tier
@@ -431,6 +431,12 @@ def _close(stack: contextlib.ExitStack, pid: int) -> None:
 
 
 _of_parents: list[contextlib.ExitStack] = []
+
+
+def check_budgets(config: Config, model: layout.Model, units: Sequence[Unit]) -> None:
+    """Raise BudgetError if an engine of `config` would not fit its budgets; for whoever imports a model first."""
+    on_nvme = bool(config.nvme_path)
+    memory.plan_for(model, units, config, on_nvme, config.device != "sim", _choose_step_mode(config, on_nvme))
 
 
 def _choose_step_mode(config: Config, on_nvme: bool) -> str:

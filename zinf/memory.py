@@ -82,6 +82,16 @@ def request(config: Config, on_nvme: bool, direct: bool, mode: str) -> Request:
     )
 
 
+def roles(units: Sequence[Unit]) -> tuple[int | None, list[int]]:
+    """The index of the root, and those of tied layers, whose grads stay open through a whole backward."""
+    return next((i for i, u in enumerate(units) if not u.modules), None), [i for i, u in enumerate(units) if len(u.modules) > 1]
+
+
+def plan_for(model: layout.Model, units: Sequence[Unit], config: Config, on_nvme: bool, direct: bool, mode: str) -> Plan:
+    """What goes where. Raises BudgetError; allocates nothing."""
+    return placement.plan(model, request(config, on_nvme, direct, mode), *roles(units))
+
+
 def store_paths(config: Config) -> list[str]:
     """The store's directory on each path of the config."""
     return [os.path.join(path, config.run_name) for path in config.nvme_path]
@@ -94,8 +104,7 @@ def build(
     for key in ("grads", "activations"):
         if getattr(config, key) not in ("auto", "host", "device"):
             raise ConfigError(f"{key} cannot be placed on {getattr(config, key)} in this version: leave it to auto")
-    root_index = next((i for i, u in enumerate(units) if not u.modules), None)
-    pinned = [i for i, u in enumerate(units) if len(u.modules) > 1]
+    root_index, pinned = roles(units)
     paths = list(origin.paths) if origin is not None else store_paths(config)
     io: IoEngine | None = None
     if paths:
@@ -103,7 +112,7 @@ def build(
         stack.callback(io.close)
     device = open_device(config.device, io)
     stack.callback(device.close)
-    plan = placement.plan(model, request(config, bool(paths), device.direct, mode), root_index, pinned)
+    plan = plan_for(model, units, config, bool(paths), device.direct, mode)
     poison = config.debug or device.name == "sim"
     store, restored = _open_store(paths, model, config, io, stack, origin is not None or resume)
     arena = None

@@ -196,7 +196,7 @@ def open_engine(config: TrainConfig, fresh: bool, watch: Watch) -> EngineLike:
     """The engine on the store that the config names: reopened at its last commit, or imported anew."""
     import torch
 
-    from zinf.engine import Engine
+    from zinf.engine import Engine, check_budgets
     from zinf.hf.loading import from_pretrained
 
     e = config.engine
@@ -215,6 +215,7 @@ def open_engine(config: TrainConfig, fresh: bool, watch: Watch) -> EngineLike:
         crash_safe=e.crash_safe,
         backend=e.backend,
         progress=watch.importing,
+        fits=lambda layout, units: check_budgets(e, layout, units),
     )
     return Engine(model, e)
 

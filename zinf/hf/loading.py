@@ -27,7 +27,7 @@ from zinf.aio import open_engine
 from zinf.checkpoint import SafetensorsSource, check, import_tensors
 from zinf.checkpoint.staging import Progress
 from zinf.config import Config
-from zinf.discover import discover, layout_of
+from zinf.discover import Unit, discover, layout_of
 from zinf.errors import CheckpointError, ConfigError
 from zinf.hf.names import Names, Where, match
 from zinf.tiers.manifest import MANIFEST
@@ -247,6 +247,7 @@ def from_pretrained(
     backend: str = "auto",
     revision: str | None = None,
     progress: Progress | None = None,
+    fits: Callable[[layout.Model, Sequence[Unit]], None] | None = None,
     **build: Any,
 ) -> nn.Module:
     """A transformers model whose weights are in a store, ready for zinf.Engine. Host memory: a few chunks.
@@ -266,6 +267,7 @@ def from_pretrained(
         chunk_size: elements of a chunk; default: that of Config, or of the store that is resumed.
         blocks: class names of the blocks, see discover().
         progress: called with (bytes imported, bytes in all).
+        fits: called with layout and units before anything is imported; raises if there is no point in it.
         build: see build_on_meta: auto_class, attn_implementation, trust_remote_code and attributes of the config.
 
     Raises:
@@ -283,6 +285,8 @@ def from_pretrained(
     source, names = open_source(model, folder, ignore_unexpected=ignore_unexpected)
     with source:
         plan = layout_of(units, chunk_size or Config.chunk_size)
+        if fits is not None:
+            fits(plan, units)
         check(plan, source)
         load_buffers(model, source, names)
         if resume:
