@@ -330,6 +330,6 @@ def test_a_budget_that_is_too_small_is_refused_before_the_import(tmp_path):
         "engine": {"nvme_path": str(tmp_path), "host_memory": "64KiB", "weights": "nvme", "state": "nvme"},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(BudgetError, match="host memory: zinf needs .* but host_memory is 64.0 KiB"):
+    with pytest.raises(BudgetError, match=r"host memory: zinf needs .* but host_memory is 64\.0 KiB"):
         open_engine(TrainConfig.load(tmp_path / "run.yaml"), False, Watch())
     assert not (tmp_path / "run").exists()
