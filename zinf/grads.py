@@ -197,8 +197,13 @@ class Grads:
         return slot.buffer, slot
 
     def lend_pass(self, shard: Shard) -> tuple[torch.Tensor, _Lent | None]:
-        """A device buffer for one backward's grads; beyond those that were planned, one more is allocated, and counted."""
+        """A device buffer for one backward's grads. Waits for one on its way to the host; where none is, one more is allocated, and counted."""
         slot = self._pass_slots.acquire()
+        for grads in self.of:
+            if slot is None and not grads.arrived.done():  # its copy to the host is under way, and then gives its buffer back
+                with shard.parts.trace.wait(Verb.OFFLOAD):
+                    grads.arrived.wait()
+                slot = self._pass_slots.acquire()
         if slot is None:
             shard.parts.trace.count("grad buffers beyond the plan")
             return torch.empty(shard.spec.grads_nbytes(self.pass_wide), dtype=torch.uint8), None
