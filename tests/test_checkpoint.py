@@ -21,7 +21,7 @@ from torch import nn
 from zinf import checkpoint, layout, ops
 from zinf.aio import open_engine
 from zinf.checkpoint import Part, exporting, staging
-from zinf.checkpoint.staging import DTYPES
+from zinf.chunks import DTYPES
 from zinf.errors import CheckpointError
 from zinf.tiers.nvme import Store
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from zinf import checkpoint, ops
 from zinf.aio import open_engine
-from zinf.checkpoint.staging import DTYPES
+from zinf.chunks import DTYPES
 from zinf.discover import discover, layout_of
 from zinf.errors import CheckpointError, ConfigError, StoreError
 from zinf.hf import loading

@@ -138,7 +138,7 @@ def build(
     grads = Grads(shards, plan, arena, req.grads_wide, req.pass_wide, own)
     _fill(model, module, records, store, restored is not None, trace)
     for shard in shards:
-        shard.valid = shard.resident and device.direct
+        shard.valid = shard.slab is not None and device.direct  # a slab that is there already is held for good
     return Memory(plan, parts, shards, grads, shards[root_index] if root_index is not None else None, io, LOOKAHEAD, restored)
 
 

@@ -97,7 +97,6 @@ class Shard:
         self.index, self.spec, self.name = index, spec, spec.name
         self.params: list[tuple[int, layout.Param, nn.Parameter]] = [(r, p, params[p.name]) for r, run in enumerate(spec.runs) for p in run.params]
         self.parts = parts
-        self.resident = slab is not None  # holds its slab for good
         self.slab, self.valid = slab, False
         self.pins = 0  # jobs that move something in or out of the slab; guarded by slabs.lock
         self.computing = 0  # computations that need the slab; guarded by slabs.lock

@@ -23,7 +23,8 @@ import torch
 from zinf import layout, ops
 from zinf.checkpoint.format import BITS, NAMES, Tensor, write_header
 from zinf.checkpoint.sources import INDEX, SINGLE
-from zinf.checkpoint.staging import DTYPES, Part, Progress, Segment, Slot, Stream, Transfer, Workers, cast, cut, make_slots, segments, stage_views
+from zinf.checkpoint.staging import Part, Progress, Segment, Slot, Stream, Transfer, Workers, cast, cut, make_slots, segments, stage_views
+from zinf.chunks import DTYPES
 from zinf.errors import CheckpointError
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")

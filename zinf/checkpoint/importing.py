@@ -9,7 +9,8 @@ import torch
 
 from zinf import layout, ops
 from zinf.checkpoint.sources import Reader, Source, check
-from zinf.checkpoint.staging import DTYPES, Progress, Slot, Stream, Transfer, Workers, cast, cut, make_slots, segments, slots_nbytes, stage_views
+from zinf.checkpoint.staging import Progress, Slot, Stream, Transfer, Workers, cast, cut, make_slots, segments, slots_nbytes, stage_views
+from zinf.chunks import DTYPES
 
 
 def import_nbytes(model: layout.Model) -> int:

@@ -25,8 +25,6 @@ SLOTS = (3, 12)  # fewest and most chunks in flight; half of them, rounded up, i
 IN_FLIGHT = 64 << 20  # bytes that keep a fast drive busy: small chunks get more slots
 TRANSFER = 4 << 20  # bytes of one read or write of a checkpoint file
 STAGE = 3 * TRANSFER  # bytes of a worker's stage: raw elements (8 bytes at most), and the same elements as fp32 (twice a transfer of bf16)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int16": torch.int16}  # of planes
-
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 Item = tuple[layout.Key, torch.Tensor]
 

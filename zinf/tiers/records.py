@@ -7,7 +7,7 @@ goes through `read` and `write` here and need not know which of the two it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -114,15 +114,6 @@ class Records:
     def dirty_all(self) -> None:
         """Every home is newer than the store (after an import into homes)."""
         self._dirty.update(self._homes)
-
-    def keys(self) -> Iterator[Key]:
-        """Every chunk of every record, in layout order."""
-        for s, shard in enumerate(self.model.shards):
-            for r, run in enumerate(shard.runs):
-                for chunk in self.model.chunks(s, r):
-                    yield WEIGHTS, s, r, chunk.index
-                    if run.trainable:
-                        yield STATE, s, r, chunk.index
 
     def _need_store(self) -> Store:
         if self.store is None:
