@@ -311,7 +311,7 @@ def test_an_output_that_cannot_be_is_refused_before_training(tmp_path):
     with pytest.raises(ConfigError, match=r"output: .*file cannot be made \(File exists\)"):
         check_output(str(tmp_path / "file"))
     check_output(str(tmp_path / "new" / "folder"))
-    assert (tmp_path / "new" / "folder").is_dir()
+    assert not (tmp_path / "new" / "folder").exists()
     check_output(None)
 
 

@@ -232,19 +232,22 @@ def load_tokenizer(folder: str) -> Any:
 
 
 def check_output(folder: str | None) -> None:
-    """Make the folder that the trained model goes to now, since nobody wants to hear after training that it cannot be.
+    """Try now whether the trained model's folder can be made, since nobody wants to hear after training that it cannot.
 
     Raises:
         ConfigError: it cannot be made, or not be written to.
     """
     if folder is None:
         return
+    new = not os.path.isdir(folder)
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as e:
         raise ConfigError(f"output: {folder} cannot be made ({e.strerror}): choose another folder") from e
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"output: {folder} is not writable for this user: change its mode, or choose another folder")
+    if new:
+        os.rmdir(folder)
 
 
 def train(
