@@ -106,8 +106,9 @@ class Oracle:
         return norm
 
     def snapshot(self):
-        """(weights by name, state planes by (shard, run)) as copies."""
-        return {n: p.detach().clone() for n, p in self.params.items()}, {k: tuple(t.clone() for t in v) for k, v in self.state.items()}
+        """(weights by name, state planes by (shard, run)) as copies. Weights in the dtype they began with: some routers cast theirs in forward, for good."""
+        dtypes = {p.name: DTYPES[run.dtype] for shard in self.layout.shards for run in shard.runs for p in run.params}
+        return {n: p.detach().to(dtypes[n]).clone() for n, p in self.params.items()}, {k: tuple(t.clone() for t in v) for k, v in self.state.items()}
 
 
 def engine_snapshot(engine):
