@@ -19,7 +19,7 @@ ROOT = Path(zinf.__file__).parent
 # Lowest first. A part (a module or package directly below zinf) may import from lower layers and from itself.
 LAYERS = [
     {"errors", "layout", "config", "discover", "trace", "schedule", "placement", "pipeline", "rng", "buffers"},
-    {"_aio", "_ops"},
+    {"_aio", "_ops", "owners"},
     {"aio", "ops"},
     {"tiers"},
     {"slabs"},
@@ -34,6 +34,7 @@ LAYERS = [
 # Beside that, from its own layer:
 SIDEWAYS = {
     "layout": {"errors"},
+    "owners": {"errors"},
     "config": {"errors", "layout"},
     "discover": {"errors", "layout"},
     "trace": {"errors", "layout"},

@@ -129,6 +129,7 @@ class ChunkItem:
     def work(self) -> None:
         parts = self.shard.parts
         self._landed()
+        self._check_owner("step")
         if self.segments:
             assert self.spec is not None
             if self.spec.gate is not None:
@@ -208,6 +209,7 @@ class ChunkItem:
             if timeout == 0 and not event.done():
                 return False
             event.wait()
+        self._check_owner("flush")
         self._release()
         return True
 
@@ -228,15 +230,27 @@ class ChunkItem:
         self._written()
         self._release()
 
+    def _check_owner(self, use: str) -> None:
+        """In debug mode: are the bytes of this chunk still this item's, and is the slab still the shard's?"""
+        owners, shard = self.shard.parts.owners, self.shard
+        for slot in self._slots:
+            owners.check(slot.buffer, str(self.keys), use)
+        if shard.slab is not None:
+            owners.check(self.shard.chunk_view(self.run, self.chunk), shard.name, use)
+        if self.segments and use == "step":
+            owners.check(shard.grads[self.run], shard.name, use)
+
     def _slot(self, slots: Slots, nbytes: int) -> torch.Tensor | None:
         slot = slots.try_acquire()
         if slot is None:
             return None
+        self.shard.parts.owners.lend(slot.buffer, str(self.keys))
         self._slots.append(slot)
         return slot.buffer[:nbytes]
 
     def _release(self) -> None:
         for slot in self._slots:
+            self.shard.parts.owners.give_back(slot.buffer, str(self.keys))
             slot.release()
         self._slots = []
 
@@ -255,6 +269,7 @@ class NormItem:
         total = 0.0
         for run, grads in zip(self._shard.spec.runs, self._shard.grads, strict=True):
             if grads is not None:
+                self._shard.parts.owners.check(grads, self._shard.name, "sum")
                 total = ops.sum_squares(grads[: run.numel], total, pool=self._shard.parts.pool)
         self._found(total)
 

@@ -108,7 +108,7 @@ class Config:
     max_grad_norm: float | None = option(None, "clip the norm of all grads to this")
     max_skipped_steps: int = option(10, "steps with non-finite grads in a row that are skipped before an error")
     trace: bool = option(False, "record a timeline of all verbs")
-    debug: bool = option(False, "fill released buffers with NaN")
+    debug: bool = option(False, "fill released buffers with NaN, and check at every use whose a buffer is")
 
     def __post_init__(self) -> None:
         convert_fields(self)

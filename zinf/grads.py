@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from zinf.chunks import DTYPES
+from zinf.owners import Unwatched
 from zinf.placement import Plan
 from zinf.shard import Shard
 from zinf.tiers.device import DONE, Event
@@ -55,6 +56,7 @@ class ShardGrads:
         if self._pass is None:
             self._open()
         view = self._pass_views[i]
+        self._lender.owners.check(view, self.shard.name, "add to")
         assert view is not None
         if self.counts[i]:
             view.add_(grad)
@@ -94,6 +96,7 @@ class ShardGrads:
         self.shard.grads = [None] * len(self.shard.spec.runs)
         self._host = None
         if self._host_slot is not None:
+            self._lender.owners.give_back(self._host_slot.buffer, self.shard.name)
             self._host_slot.release()
             self._host_slot = None
 
@@ -160,6 +163,7 @@ class Grads:
     def __init__(self, shards: Sequence[Shard], plan: Plan, arena: Arena | None, host_wide: bool, pass_wide: bool, pinned: Sequence[int]):
         self.host_wide, self.pass_wide = host_wide, pass_wide
         parts = shards[0].parts
+        self.owners = parts.owners
         self.lands_in_host = plan.pass_buffers == 0
         self.staging: torch.Tensor | None = None
         self._host_slots: Slots | None = None
@@ -182,7 +186,9 @@ class Grads:
             grads = ShardGrads(s, self, own_host, own_pass)
             s.release_grads = grads.release  # type: ignore[method-assign]
             self.of.append(grads)
-        self._pass_slots = _Pool([parts.device.alloc(pass_nbytes, "grads of one backward") for _ in range(plan.pass_buffers if pass_nbytes else 0)])
+        self._pass_slots = _Pool(
+            [parts.device.alloc(pass_nbytes, "grads of one backward") for _ in range(plan.pass_buffers if pass_nbytes else 0)], self.owners
+        )
 
     def lend_host(self, shard: Shard) -> tuple[torch.Tensor, Slot | None]:
         """A host buffer for grads until their step. Waits for a step that will give one back; if none will, one more is allocated."""
@@ -194,16 +200,17 @@ class Grads:
         if slot is None:
             shard.parts.trace.count("grad buffers beyond the plan")
             return torch.zeros(shard.spec.grads_nbytes(self.host_wide), dtype=torch.uint8), None
+        self.owners.lend(slot.buffer, shard.name)
         return slot.buffer, slot
 
     def lend_pass(self, shard: Shard) -> tuple[torch.Tensor, _Lent | None]:
         """A device buffer for one backward's grads. Waits for one on its way to the host; where none is, one more is allocated, and counted."""
-        slot = self._pass_slots.acquire()
+        slot = self._pass_slots.acquire(shard.name)
         for grads in self.of:
             if slot is None and not grads.arrived.done():  # its copy to the host is under way, and then gives its buffer back
                 with shard.parts.trace.wait(Verb.OFFLOAD):
                     grads.arrived.wait()
-                slot = self._pass_slots.acquire()
+                slot = self._pass_slots.acquire(shard.name)
         if slot is None:
             shard.parts.trace.count("grad buffers beyond the plan")
             return torch.empty(shard.spec.grads_nbytes(self.pass_wide), dtype=torch.uint8), None
@@ -221,16 +228,24 @@ class Grads:
 class _Pool:
     """Buffers that are lent without ever waiting."""
 
-    def __init__(self, buffers: list[torch.Tensor]):
-        self._free = buffers
+    def __init__(self, buffers: list[torch.Tensor], owners: Unwatched):
+        self._free, self._owners = buffers, owners
 
-    def acquire(self) -> _Lent | None:
-        return _Lent(self._free.pop(), self) if self._free else None
+    def acquire(self, owner: str) -> _Lent | None:
+        if not self._free:
+            return None
+        buffer = self._free.pop()
+        self._owners.lend(buffer, owner)
+        return _Lent(buffer, self, owner)
+
+    def give_back(self, buffer: torch.Tensor, owner: str) -> None:
+        self._owners.give_back(buffer, owner)
+        self._free.append(buffer)
 
 
 class _Lent:
-    def __init__(self, buffer: torch.Tensor, pool: _Pool):
-        self.buffer, self._pool = buffer, pool
+    def __init__(self, buffer: torch.Tensor, pool: _Pool, owner: str):
+        self.buffer, self._pool, self._owner = buffer, pool, owner
 
     def release(self) -> None:
-        self._pool._free.append(self.buffer)
+        self._pool.give_back(self.buffer, self._owner)

@@ -21,6 +21,7 @@ from zinf.config import Config
 from zinf.discover import Unit
 from zinf.errors import ConfigError
 from zinf.grads import Grads
+from zinf.owners import Owners, Unwatched
 from zinf.pipeline import Pipeline
 from zinf.placement import Plan, Request, Tier
 from zinf.shard import Parts, Shard
@@ -122,8 +123,9 @@ def build(
     device.reserve(plan.device_nbytes)
     records = Records(model, plan, arena, store, device.direct)
     trace = Trace(record=config.trace)
-    slabs = Slabs(plan.slabs, device, trace, poison)
-    parts = _parts(plan, config, device, records, slabs, arena, trace, stack)
+    owners = Owners() if poison else Unwatched()
+    slabs = Slabs(plan.slabs, device, trace, owners, poison)
+    parts = _parts(plan, config, device, records, slabs, arena, trace, owners, stack)
     shards = []
     params = {name: p for unit in units for name, p in unit.params}
     for i, spec in enumerate(model.shards):
@@ -158,7 +160,17 @@ def _open_store(
     return store, restored
 
 
-def _parts(plan: Plan, config: Config, device: Device, records: Records, slabs: Slabs, arena: Arena | None, trace: Trace, stack: contextlib.ExitStack) -> Parts:
+def _parts(
+    plan: Plan,
+    config: Config,
+    device: Device,
+    records: Records,
+    slabs: Slabs,
+    arena: Arena | None,
+    trace: Trace,
+    owners: Unwatched,
+    stack: contextlib.ExitStack,
+) -> Parts:
     pool = ops.Pool(config.cpu_threads)
     stack.callback(pool.close)
     fetcher, stepper = Pipeline("zinf-fetch"), Pipeline("zinf-step")
@@ -169,7 +181,7 @@ def _parts(plan: Plan, config: Config, device: Device, records: Records, slabs: 
     if plan.weights_slots and arena is not None:
         for pipeline in (fetcher, stepper):
             weights_slots[pipeline] = arena.slots(plan.weights_slots // 2, plan.weights_slot_nbytes, "weights in flight")
-    return Parts(device, records, slabs, fetcher, stepper, state_slots, weights_slots, pool, trace)
+    return Parts(device, records, slabs, fetcher, stepper, state_slots, weights_slots, pool, trace, owners)
 
 
 def _fill(model: layout.Model, module: nn.Module, records: Records, store: Store | None, restored: bool, trace: Trace) -> None:

@@ -100,13 +100,19 @@ class Job:
     def settle(self) -> None:
         """Set the events that are due."""
         if not self._ready.is_set() and (self.error is not None or (self._exhausted and self._unworked == 0)):
-            if self._on_ready is not None:
-                self._on_ready()
+            self._tell(self._on_ready)
             self._ready.set()
         if self._exhausted and self._open == 0 and not self._over.is_set():
-            if self._on_over is not None:
-                self._on_over()
+            self._tell(self._on_over)
             self._over.set()
+
+    def _tell(self, call: Callable[[], None] | None) -> None:
+        """Whatever a callback does, those who wait for the job are woken."""
+        try:
+            if call is not None:
+                call()
+        except BaseException as error:
+            self.fail(error)
 
 
 class Pipeline:
@@ -232,7 +238,10 @@ class Pipeline:
             self.error = error
 
     def _abandon(self, job: Job, item: Item) -> None:
-        item.abandon()
+        try:
+            item.abandon()
+        except BaseException as error:  # a fault in the item; its slots may be lost, but nobody waits for ever
+            self._fail(job, error)
         job.item_finished()
 
     def _await_job(self) -> bool:

@@ -31,6 +31,7 @@ from zinf import layout, ops
 from zinf.chunks import DTYPES, ChunkItem, StepSpec
 from zinf.errors import EngineError
 from zinf.layout import Chunk
+from zinf.owners import Unwatched
 from zinf.pipeline import Job, Pipeline
 from zinf.schedule import Cycle
 from zinf.slabs import Slab, Slabs
@@ -53,6 +54,7 @@ class Parts:
     weights_slots: dict[Pipeline, Slots]  # only where compute does not read host memory
     pool: ops.Pool
     trace: Trace
+    owners: Unwatched
 
 
 class Unbound(nn.Parameter):
@@ -101,6 +103,7 @@ class Shard:
         self.pins = 0  # jobs that move something in or out of the slab; guarded by slabs.lock
         self.computing = 0  # computations that need the slab; guarded by slabs.lock
         self.bound = 0  # nested binds
+        self._computed_from: torch.Tensor | None = None  # the slab's buffer that the parameters are bound to
         self.steps = 0  # that fetches have begun to apply
         self.pending: StepSpec | None = None
         self.grads: list[torch.Tensor | None] = []  # flat grads of each run in host memory, while a step may need them
@@ -198,9 +201,15 @@ class Shard:
         self.bound += 1
         if self.bound > 1:
             return
+        self._computed_from = self.slab.buffer if self.slab is not None else None
+        self._check_slab("compute from")
         for (*_, p), view, cls in zip(self.params, self._weights_views(), self._classes, strict=True):
             p.__class__ = cls
             p.data = view
+
+    def _check_slab(self, use: str) -> None:
+        if self._computed_from is not None:
+            self.parts.owners.check(self._computed_from, self.name, use)
 
     def check_bound(self) -> None:
         """Raise EngineError if a bound parameter computes from other memory than the slab: a step would not reach it."""
@@ -211,6 +220,7 @@ class Shard:
     def unbind(self) -> None:
         """Give the parameters back their placeholders. See [Note: one accumulator per call]."""
         self.bound -= 1
+        self._check_slab("leave")
         if self.bound == 0:
             self.make_placeholders()
         self.let_go()

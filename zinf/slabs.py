@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zinf.errors import BudgetError
+from zinf.owners import Unwatched
 from zinf.placement import SlabClass, human
 from zinf.schedule import Cycle, victim
 from zinf.tiers.device import Device
@@ -35,10 +36,10 @@ class Slab:
 class Slabs:
     """All slabs of a device, by size class."""
 
-    def __init__(self, classes: Sequence[SlabClass], device: Device, trace: Trace, poison: bool = False):
+    def __init__(self, classes: Sequence[SlabClass], device: Device, trace: Trace, owners: Unwatched, poison: bool = False):
         self.lock = threading.RLock()  # guards pins and holders; entered by itself, see pipeline.Pipeline
         self.cond = threading.Condition(self.lock)
-        self._device, self._trace, self._poison = device, trace, poison
+        self._device, self._trace, self._owners, self._poison = device, trace, owners, poison
         self._class_of: dict[int, int] = {s: k for k, c in enumerate(classes) for s in c.members}
         index = iter(range(1 << 30))
         self._slabs = [[Slab(device.alloc(c.nbytes, f"slab of {human(c.nbytes)}"), next(index)) for _ in range(c.count)] for c in classes]
@@ -59,6 +60,7 @@ class Slabs:
                 if free is None:
                     free = self._evict_one(slabs, cycle, before)
                 if free is not None:
+                    self._owners.lend(free.buffer, shard.name)
                     free.holder, shard.slab, shard.valid = shard, free, False
                     return True
                 if before is not None:
@@ -87,6 +89,7 @@ class Slabs:
         with self._trace.span(Verb.EVICT, shard.index):
             if self._poison:
                 self._device.poison(slab.buffer)
+            self._owners.give_back(slab.buffer, shard.name)
             slab.holder = shard.slab = None
             shard.valid = False
 
