@@ -3,13 +3,14 @@
 # make test       then run the whole test suite                  (ARGS="-k data -x" and the like are passed on)
 # make lint       ruff and mypy
 # make sanitize   the tests of the native code under AddressSanitizer and UBSan
+# make soak      MINUTES=30: the tests of exactness on the sim device, with random delays, seed after seed
 # make clean      remove what was built; make distclean: .venv and ./work too
 
 PYTHON ?= python3
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: setup demo test lint sanitize clean distclean
+.PHONY: setup demo test lint sanitize soak clean distclean
 setup:
 	@tools/setup
 
@@ -25,6 +26,9 @@ lint: setup
 
 sanitize: setup
 	@tools/sanitize $(ARGS)
+
+soak: setup
+	@$(BIN)/python tests/soak.py $(or $(MINUTES),30) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info zinf/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

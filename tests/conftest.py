@@ -1,6 +1,11 @@
-"""Where tests keep stores: `tmp_path` on the disk of the checkout, since /tmp may be memory, where there is no O_DIRECT."""
+"""Where tests keep stores: `tmp_path` on the disk of the checkout, since /tmp may be memory, where there is no O_DIRECT.
+
+pytest --sim SEED    every engine that would compute on the CPU gets the sim device, with copies and I/O delayed at random, and
+                     debug mode: poisoned buffers, owners checked. tests/soak.py runs the parity tests so, seed after seed.
+"""
 
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -11,9 +16,39 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--sim", type=int, metavar="SEED", help="every engine on the sim device with random delays of this seed")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _two_threads():
     """As many threads as a small machine has: bits of matmul may depend on it, so the oracle and the engine share it."""
     import torch
 
     torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _sim(request, monkeypatch):
+    """With --sim: delays drawn for each engine, from the seed and the name of the test."""
+    seed = request.config.getoption("--sim")
+    if seed is None:
+        return
+    from zinf import memory
+    from zinf.aio.faults import FaultyEngine, Rule
+    from zinf.tiers.device import SimDevice
+
+    draw = random.Random(f"{seed} {request.node.nodeid}")
+
+    def open_device(name, io=None, **_):
+        return SimDevice(draw.randrange(1 << 30), delay=draw.choice([0, 1e-4, 1e-3, 5e-3]))
+
+    open_engine = memory.open_engine
+
+    def open_slow(backend="auto", **options):
+        if backend.startswith("faults:") or os.environ.get("ZINF_IO_BACKEND", "").startswith("faults:"):
+            return open_engine(backend, **options)
+        return FaultyEngine(open_engine(backend, **options), [Rule("rw", probability=0.2, seed=draw.randrange(1 << 30), delay_ms=draw.choice([1, 3]))])
+
+    monkeypatch.setattr(memory, "open_device", open_device)
+    monkeypatch.setattr(memory, "open_engine", open_slow)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import threading
-
-import psutil
 import pytest
 import torch
 from models import HYPER, LEAF_BYTES, batches, llama, oracle_run, train
@@ -244,36 +239,6 @@ def test_groups_and_a_torch_schedule(tmp_path):
                     lo = state[shard.name, r][0][p.offset : p.offset + p.numel].int()
                     ours = ((weights[p.name].reshape(-1).view(torch.int16).int() << 16) + lo).view(torch.float32)
                     assert torch.allclose(ours, master[p.name].detach().reshape(-1), rtol=1e-6, atol=1e-8), p.name  # 8 steps of last roundings
-
-
-# -- lifetime ---------------------------------------------------------------------------------------------------------------
-
-
-def test_made_and_closed_twenty_times_nothing_grows(tmp_path):
-    def once():
-        with engine_of(tmp_path, run_name=f"run{len(os.listdir(tmp_path))}") as engine:
-            train(engine, 1)
-
-    once()
-    gc.collect()
-    me = psutil.Process()
-    before = (threading.active_count(), me.num_fds())
-    rss = me.memory_info().rss
-    for _ in range(20):
-        once()
-    gc.collect()
-    assert (threading.active_count(), me.num_fds()) == before
-    assert me.memory_info().rss - rss < 64 << 20
-
-
-def test_a_forgotten_engine_stops_its_threads(tmp_path):
-    threads = threading.active_count()
-    engine = engine_of(tmp_path)
-    train(engine, 1)
-    assert threading.active_count() > threads
-    del engine
-    gc.collect()
-    assert threading.active_count() == threads
 
 
 def test_an_exception_in_forward_leaves_the_engine_usable(tmp_path):

@@ -247,7 +247,10 @@ class Engine:
     # -- end ----------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Apply and commit what is pending, then stop every thread and free every byte. Idempotent."""
+        """Apply and commit what is pending, then stop every thread and free every byte. Idempotent.
+
+        Without a store the parameters get their values, which nothing else would keep; with one they stay placeholders.
+        """
         if not self._shutdown.alive:
             return
         try:
@@ -256,6 +259,8 @@ class Engine:
             if self._error is None:
                 self._committer.ask(self.global_step, self._snapshot())
                 self.synchronize()
+                if self.memory.io is None:
+                    reading.hand_over(self)
         finally:
             self._release()
 
@@ -266,6 +271,7 @@ class Engine:
         for shard in self.shards:
             if shard.bound:
                 shard.forget_binds(0)
+            shard.part()
         self._shutdown()
         self.module.zinf_engine = None  # type: ignore[assignment]
 

@@ -36,6 +36,13 @@ def gather(engine: Engine, params: str | nn.Parameter | Sequence[str | nn.Parame
         yield
 
 
+def hand_over(engine: Engine) -> None:
+    """Give every parameter a copy of its values."""
+    for shard in engine.shards:
+        engine.bring(shard)
+        shard.hand_over()
+
+
 def state_dict(engine: Engine) -> dict[str, torch.Tensor]:
     """See Engine.state_dict."""
     values: dict[int, torch.Tensor] = {}

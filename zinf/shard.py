@@ -61,6 +61,7 @@ class Unbound(nn.Parameter):
     """What a parameter is between its uses: metadata only. Anything that would read values raises."""
 
     zinf_name: str
+    zinf_closed: bool
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Sequence = (), kwargs: dict | None = None) -> Any:
@@ -75,6 +76,8 @@ class Unbound(nn.Parameter):
             return f"Parameter {p.zinf_name} of shape {tuple(p.shape)}, {p.dtype}, streamed"
         owner = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Unbound)), None)
         which = owner.zinf_name if owner is not None else "a parameter"
+        if owner is not None and owner.__dict__.get("zinf_closed"):
+            raise EngineError(f"{which} was used after its engine was closed, and its values are in the store: build an engine again with resume=True")
         raise EngineError(
             f"{which} was used ({name.removesuffix('.__get__')}) outside its shard's forward, where its values are not in memory: "
             f"read it under engine.gather({which!r}), or save through engine.save_pretrained or engine.state_dict"
@@ -115,6 +118,7 @@ class Shard:
         for _, spec_p, p in self.params:
             p.zinf_name = spec_p.name  # type: ignore[attr-defined]
             p.__dict__.setdefault("zinf_class", type(p))  # an engine before this one may have left it Unbound
+            p.__dict__.pop("zinf_closed", None)
         self._classes = [p.__dict__["zinf_class"] for *_, p in self.params]
 
     # -- fetch ----------------------------------------------------------------------------------------------------------
@@ -249,6 +253,20 @@ class Shard:
             p.data = other
             p.data = own
             p.__class__ = Unbound
+
+    def part(self) -> None:
+        """The engine is closed. Parameters that were not handed over say so when they are read."""
+        for *_, p in self.params:
+            if isinstance(p, Unbound):
+                p.zinf_closed = True
+
+    def hand_over(self) -> None:
+        """Let the parameters own copies of the weights, for good: there is no store that keeps them."""
+        for (*_, p), view, cls in zip(self.params, self._weights_views(), self._classes, strict=True):
+            p.__class__ = nn.Parameter
+            p.data = view.clone()
+            p.__class__ = cls
+        self.bound = 0
 
     def _weights_views(self) -> list[torch.Tensor]:
         buffer = self.weights_buffer()
