@@ -18,7 +18,7 @@ ROOT = Path(zinf.__file__).parent
 
 # Lowest first. A part (a module or package directly below zinf) may import from lower layers and from itself.
 LAYERS = [
-    {"errors", "layout", "config", "discover", "trace", "schedule", "placement", "pipeline", "rng", "buffers"},
+    {"errors", "layout", "config", "discover", "trace", "schedule", "placement", "pipeline", "rng", "buffers", "objects"},
     {"_aio", "_ops", "owners"},
     {"aio", "ops"},
     {"tiers"},
@@ -27,7 +27,7 @@ LAYERS = [
     {"shard"},
     {"grads", "streaming", "optimizer", "checkpoint", "commit"},
     {"memory"},
-    {"stepping", "report", "reading"},
+    {"stepping", "report", "reading", "saves"},
     {"engine"},
     {"hf", "integrations", "planner", "data", "train", "cli", "__main__"},
 ]
@@ -40,6 +40,7 @@ SIDEWAYS = {
     "trace": {"errors", "layout"},
     "pipeline": {"trace"},
     "placement": {"errors", "layout"},
+    "objects": {"errors"},
     "integrations": {"hf"},
     "train": {"data", "hf"},
     "cli": {"train", "data", "hf", "planner", "integrations"},

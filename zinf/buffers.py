@@ -24,9 +24,13 @@ class Changed:
         self._module = module
         self._first = {name: b.detach().clone() for name, b in persistent(module)}
 
-    def capture(self) -> dict[str, str]:
-        """Their bytes, as plain JSON values."""
-        changed = ((name, b.detach()) for name, b in persistent(self._module) if (first := self._first.get(name)) is None or not torch.equal(first, b))
+    def names(self) -> list[str]:
+        """All persistent buffers."""
+        return [name for name, _ in persistent(self._module)]
+
+    def capture(self, all: bool = False) -> dict[str, str]:
+        """Their bytes (or those of `all` buffers), as plain JSON values."""
+        changed = ((n, b.detach()) for n, b in persistent(self._module) if all or (first := self._first.get(n)) is None or not torch.equal(first, b))
         return {name: base64.b64encode(b.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).decode() for name, b in changed}
 
     def restore(self, captured: dict[str, str]) -> None:

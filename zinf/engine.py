@@ -28,11 +28,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf import buffers, layout, memory, reading, rng
+from zinf import buffers, layout, memory, reading, rng, saves
+from zinf.checkpoint.saver import Saved, Saver
 from zinf.commit import Committer
 from zinf.config import Config, check_keys
 from zinf.discover import Unit, discover, layout_of
 from zinf.errors import ConfigError, EngineError, NonFiniteError, StoreError
+from zinf.objects import Objects
 from zinf.optimizer import Optimizer, make_groups
 from zinf.placement import Tier
 from zinf.report import plan_lines, report, stats
@@ -71,6 +73,8 @@ class Engine:
         self.module = model
         self._pid = os.getpid()
         self.extra: dict[str, Any] = {}
+        self.objects = Objects()
+        self._late: tuple[int, dict[str, Any]] | None = None  # the commit to be asked for when the model is next used, see objects.py
         self._import: dict[str, Any] = {}  # what the import left in the store's manifest
         self.micro_batch_size = config.micro_batch_size
         self.batch_size: int | None = None  # rows of the current forward's batch
@@ -81,6 +85,9 @@ class Engine:
         groups = make_groups(model, param_groups, config.weight_decay)
         with contextlib.ExitStack() as stack:
             self.memory = memory.build(self.layout, self._units, model, config, self.step_mode, stack, self.origin, resume)
+            parts = self.memory.parts
+            self._saver = Saver(parts.records, parts.state_slots, config)
+            stack.callback(self._saver.stop)  # before the tiers that it reads
             self._shutdown = weakref.finalize(self, _close, stack.pop_all(), os.getpid())
         self.shards, self.trace = self.memory.shards, self.memory.parts.trace
         self.gathered = 0  # gather blocks that are open
@@ -104,6 +111,7 @@ class Engine:
         self._evaluated: list[Use] = []
         self._error: BaseException | None = None
         self._buffers = buffers.Changed(model)
+        self._resumed_step, self._resumed_groups = -1, []  # type: int, list[dict[str, Any]]
         if self.memory.restored is not None:
             self._restore(self.memory.restored)
         self._hook()
@@ -153,6 +161,7 @@ class Engine:
         self._check_usable(idle=True)
         self._learn()
         with self._noting():
+            self._ask_late()
             self._stepper.prepare()
         with self._noting(Exception, KeyboardInterrupt):
             done = self._stepper.step()
@@ -161,7 +170,9 @@ class Engine:
                 self.extra = extra
             every = self._commit_every
             if not done.skipped and every and done.step % every == 0:
-                self._committer.ask(done.step, self._snapshot())
+                self._late = (done.step, self._snapshot())
+                if not self.objects.late:
+                    self._ask_late()
             for shard in self.shards:  # the root's is needed at once; where shards are stepped under backward, none may wait, as the next one would overtake it
                 if shard.pending is not None and (shard is self.memory.root or self.step_mode == "backward"):
                     self._fetch(shard)
@@ -181,6 +192,7 @@ class Engine:
         self._check_whole()
         if extra is not None:
             self.extra = extra
+        self._late = None
         with self._noting():
             self._committer.ask(self.global_step, self._snapshot())
 
@@ -188,6 +200,7 @@ class Engine:
         """Apply every pending step, make the commit that was asked for, and wait until it is made."""
         self._check_whole()
         with self._noting():
+            self._ask_late()
             self._stepper.apply_pending()
             self._committer.make_if_applied()
             self._committer.wait()
@@ -211,6 +224,65 @@ class Engine:
     def skipped_steps(self) -> int:
         """Steps that changed nothing since a gradient was not finite."""
         return self._stepper.skipped_steps
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------------
+
+    def register(self, name: str, obj: Any, *, late: bool | None = None) -> Any:
+        """Let the state of `obj` be a part of every commit and checkpoint: a data loader, a learning-rate scheduler, a scaler, an EMA.
+
+        Where a run was resumed, `obj` is given the state of that commit now. Returns `obj`.
+
+        Args:
+            obj: has state_dict() and load_state_dict(), or get_state() and set_state(); numbers, text, lists, dicts, small tensors.
+            late: is it moved after step()? Then a commit looks at it when the model is next used, and not within step(). Default:
+                True for torch's learning-rate schedulers, else False.
+
+        Raises:
+            ConfigError: no such methods, a state that is more than that, or the name is taken.
+        """
+        if self.objects.add(name, obj, late) and self.global_step == self._resumed_step:
+            self._load_groups(self._resumed_groups)  # a scheduler sets the learning rate when it is built
+        return obj
+
+    def save_checkpoint(
+        self, folder: str | os.PathLike[str], tag: str | None = None, *, extra: dict[str, Any] | None = None, keep_last: int | None = None, wait: bool = True
+    ) -> Saved:
+        """Save all that a resumed run needs as folder/tag: weights, moments, step, schedules, registered objects, random numbers, config.
+
+        A pending step is applied, and committed, first. The checkpoint is whole or not there; `folder`/latest names the last one. One
+        that had the tag before is replaced once this one is durable. On the same filesystem frozen weights are shared by a hard link,
+        and everything is where the filesystem can share blocks.
+
+        Args:
+            tag: default: step-N.
+            extra: as for `step`.
+            keep_last: then remove all checkpoints of this model in `folder` but the last so many.
+            wait: False returns once the space is allocated; the copy runs beside training. `.wait()` of what is returned waits for it.
+                (Where nothing is on NVMe it is always waited for.)
+
+        Raises:
+            EngineError: grads are summed and not stepped.
+            OSError: the disk is full (with the numbers; nothing is left), or failed. Training can go on.
+            StoreError: something else is there under that name, or it is being read.
+        """
+        return saves.save(self, folder, tag, extra, keep_last, wait)
+
+    def load_checkpoint(self, folder: str | os.PathLike[str], tag: str | None = None, *, weights_only: bool = False, rng: bool = True) -> dict[str, Any]:
+        """Go on from a checkpoint, whatever placement, budgets, chunk size, paths or device it was made with; returns its `extra`.
+
+        The store, if there is one, commits it; a crash before that leaves the step it had.
+
+        Args:
+            folder: what save_checkpoint was given, or the checkpoint itself.
+            tag: default: the last one.
+            weights_only: start anew from its weights: no moments, step 0; schedules, objects, random numbers stay.
+            rng: set the random number generators of python, numpy and torch.
+
+        Raises:
+            CheckpointError: there is none, or it is of another model or optimizer.
+            IntegrityError, OSError: it cannot be read; the engine is what it was (without a crash-safe store all is compared first).
+        """
+        return saves.load(self, folder, tag, weights_only, rng)
 
     # -- reading ------------------------------------------------------------------------------------------------------------
 
@@ -257,10 +329,11 @@ class Engine:
             if self._error is None and self._stepper.early:
                 self.zero_grad()
             if self._error is None:
-                self._committer.ask(self.global_step, self._snapshot())
+                self.commit()
                 self.synchronize()
                 if self.memory.io is None:
                     reading.hand_over(self)
+            self._saver.finish()
         finally:
             self._release()
 
@@ -335,6 +408,8 @@ class Engine:
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self._check_whole()
+        with self._noting():
+            self._ask_late()
         if torch.is_grad_enabled():
             if self._trained and self._trained[-1].phase is Phase.BACKWARD:
                 self._learn()
@@ -374,13 +449,28 @@ class Engine:
         return COMMIT_EVERY_RESIDENT if resident else 1
 
     def _snapshot(self) -> dict[str, Any]:
-        """All that a resumed engine needs beyond the records, as of the last step."""
-        groups = [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in self.optimizer.param_groups]
-        engine = {**self._stepper.state(), "groups": groups, "rng": rng.capture(), "buffers": self._buffers.capture()}
-        return {**self._import, "engine": engine, "user": self.extra}
+        """All that a resumed engine needs beyond the records, as of now."""
+        engine = {**self._stepper.state(), "groups": self._groups(), "rng": rng.capture(), "buffers": self._buffers.capture()}
+        return {**self._import, "engine": engine, "user": self.extra, "objects": self.objects.capture()}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in self.optimizer.param_groups]
+
+    def _ask_late(self) -> None:
+        """Ask for the commit of the last step, with the late objects as they are now. See [Note: when an object is looked at] in objects.py."""
+        if self._late is not None:
+            (step, payload), self._late = self._late, None
+            if self.objects.late:
+                payload["engine"]["groups"] = self._groups()
+                payload["objects"].update(self.objects.capture(late=True))
+            self._committer.ask(step, payload)
+
+    def _load_groups(self, groups: list[dict[str, Any]]) -> None:
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
 
     def _restore(self, committed: dict[str, Any]) -> None:
-        self._import = {k: v for k, v in committed.items() if k not in ("engine", "user")}
+        self._import = {k: v for k, v in committed.items() if k not in ("engine", "user", "objects")}
         self.extra = committed.get("user", {})
         state = committed.get("engine")
         if state is None:
@@ -390,8 +480,9 @@ class Engine:
             raise ConfigError(
                 f"the store was trained with {len(state['groups'])} parameter groups, and {len(self.optimizer.param_groups)} are given: use the same groups"
             )
-        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        self.objects.restore(committed.get("objects", {}))
+        self._resumed_step, self._resumed_groups = self.global_step, state["groups"]
+        self._load_groups(state["groups"])
         self._buffers.restore(state.get("buffers", {}))
         self._rng = state["rng"]
 

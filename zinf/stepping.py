@@ -92,6 +92,11 @@ class Stepper:
         """Have shards been stepped under a backward whose step is not over?"""
         return bool(self._early)
 
+    @property
+    def summed(self) -> bool:
+        """Are there grads that no step has been given?"""
+        return self.interrupted or any(g.open or (g.waiting and not g.assigned) for g in self.grads.of)
+
     def check_complete(self) -> None:
         """Raise EngineError after a backward that ended in an exception, until its grads are dropped."""
         if self.interrupted:

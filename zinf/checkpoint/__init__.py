@@ -1,7 +1,9 @@
-"""Checkpoints of others: import into a store, export from it, streamed, with the values exact and the memory fixed.
+"""Checkpoints. Those of others: import into a store, export from it, streamed, with the values exact and the memory fixed.
 
     source    where parameters come from: a folder of safetensors files, or a module in memory
     part      a piece of a tensor of the files that a parameter, or a piece of it, is
+
+and zinf's own: a committed step saved beside training (saving, saver, tags), and loaded into any other layout (restoring).
 
 Nothing here knows transformers; zinf.hf.loading brings the names. See [Note: the memory of a stream] in staging.py and
 [Note: a crash leaves no half checkpoint] in exporting.py.

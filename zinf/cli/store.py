@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import sys
 from typing import Any
 
 from zinf.cli import text
-from zinf.config import format_bytes
+from zinf.config import Config, format_bytes
 from zinf.errors import StoreError
 
 
@@ -79,9 +80,18 @@ def show(store: dict[str, Any]) -> None:
     if "step" in store:
         model = f"{store['parameters']:,} parameters in {store['shards']} shards, fingerprint {store['fingerprint']}"
         kind = "two versions, crash-safe" if store["crash_safe"] else "one version, not crash-safe"
-        pairs += [("step", store["step"]), ("model", model), ("chunks", kind)]
+        pairs += [("step", store["step"]), ("model", model)]
+        pairs += [("chunks", kind)] if store["checkpoint"] is None else _checkpoint(store["checkpoint"])
     pairs.append(("size", format_bytes(store["bytes"])))
     text.rows(pairs)
+
+
+def _checkpoint(made: dict[str, Any]) -> list[tuple[str, object]]:
+    """What a checkpoint says of how it was made; of the config, what is not the default."""
+    plain = Config().to_dict()
+    config = ", ".join(f"{key}={value}" for key, value in made["config"].items() if key in plain and value != plain[key])
+    when = datetime.datetime.fromtimestamp(made["saved"] / 1e9).isoformat(" ", "seconds")
+    return [("checkpoint", f"{made['tag']}, saved {when} by zinf {made['zinf']}, torch {made['torch']}"), ("config", config or "the defaults")]
 
 
 def _must_exist(paths: list[str]) -> None:

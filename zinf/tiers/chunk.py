@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import cffi
 import torch
@@ -53,6 +53,16 @@ def describe(model: layout.Model, key: Key) -> str:
     return f"{kind} of shard {model.shards[s].name!r}, chunk {c} of run {r} ({run.dtype}), parameters {shown or 'none'}"
 
 
+class Busy(Protocol):
+    """A transfer in flight, or a read that is still to come (snapshot.Hold)."""
+
+    @property
+    def version(self) -> int: ...
+    def done(self) -> bool: ...
+    def error(self) -> Exception | None:
+        """Wait until it is over."""
+
+
 class Entry:
     """Where a chunk stands, which version of it is the newest, and what is in flight.
 
@@ -73,9 +83,9 @@ class Entry:
         self.newest = version  # 0, 1 or UNWRITTEN
         self.newest_sum = digest
         self.writing: Ticket | None = None  # the last write of the newest version, until it is known to be good
-        self.reads: list[Ticket] = []  # in flight, of any version
+        self.reads: list[Busy] = []  # in flight, of any version
 
-    def busy_reads(self, version: int) -> list[Ticket]:
+    def busy_reads(self, version: int) -> list[Busy]:
         """Reads of `version` that a write to its place must wait for; forgets those that are over."""
         if self.reads:
             self.reads = [t for t in self.reads if not t.done()]
@@ -89,6 +99,7 @@ class Ticket:
     """
 
     __slots__ = ("_digest", "_error", "_inner", "_model", "_settled", "_tensor", "entry", "version")
+    version: int
 
     def __init__(
         self, model: layout.Model, entry: Entry, version: int, inner: aio.Ticket | None, tensor: torch.Tensor | None = None, digest: int | None = None

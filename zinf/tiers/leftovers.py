@@ -7,6 +7,7 @@ one entry, put together by the uuid that each directory's member.json holds.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,14 +22,17 @@ def inspect(paths: Sequence[str]) -> dict[str, Any]:
         {"stores": [...]}, each with: uuid; paths (as found); count (paths it should have); state ("committed",
         "uncommitted" while or after a creation that never committed, "incomplete" where paths are missing among those given,
         "damaged"); locked_by (pid, 0 if unknown, None if free); bytes (on disk); and, where the manifest can be read: step, clean,
-        crash_safe, fingerprint, shards, parameters, chunk (elements), chunks, chunks_written; error (one line) where it cannot.
+        crash_safe, fingerprint, shards, parameters, chunk (elements), chunks, chunks_written, checkpoint (tag, zinf, torch, config; None for a
+        run's store); error (one line) where it cannot.
     """
-    found: dict[str, list[tuple[int, str, int]]] = {}
+    found: dict[tuple[str, int], list[tuple[int, str, int]]] = {}
+    copies: Counter[tuple[str, int]] = Counter()  # somebody may have copied a store, or a checkpoint: that is another one
     broken: list[dict[str, Any]] = []
     for path in _candidates(paths):
         try:
             member = manifest.load_member(path)
-            found.setdefault(member.uuid, []).append((member.index, path, member.count))
+            found.setdefault((member.uuid, copies[member.uuid, member.index]), []).append((member.index, path, member.count))
+            copies[member.uuid, member.index] += 1
         except (StoreError, OSError) as e:
             broken.append(
                 {
@@ -41,7 +45,7 @@ def inspect(paths: Sequence[str]) -> dict[str, Any]:
                     "error": str(e),
                 }
             )
-    return {"stores": [_summary(uuid, sorted(parts)) for uuid, parts in found.items()] + broken}
+    return {"stores": [_summary(uuid, sorted(parts)) for (uuid, _), parts in found.items()] + broken}
 
 
 def clean(paths: Sequence[str], *, yes: bool) -> dict[str, list[Any]]:
@@ -120,4 +124,5 @@ def _summary(uuid: str, parts: list[tuple[int, str, int]]) -> dict[str, Any]:
         "chunk": m.model.chunk,
         "chunks": len(m.versions),
         "chunks_written": len(m.versions) - m.versions.count(manifest.UNWRITTEN),
+        "checkpoint": m.extra.get("checkpoint"),
     }

@@ -26,6 +26,7 @@ import dataclasses
 import json
 import logging
 import operator
+import os
 import threading
 import time
 import uuid
@@ -38,8 +39,8 @@ import torch
 from zinf import layout
 from zinf.errors import StoreError
 from zinf.layout import STATE, WEIGHTS, Key
-from zinf.tiers import directory, manifest, opening, scrub
-from zinf.tiers.chunk import Entry, Ticket, check_tensor, checksum
+from zinf.tiers import directory, manifest, opening, scrub, snapshot
+from zinf.tiers.chunk import Busy, Entry, Ticket, check_tensor, checksum
 from zinf.tiers.leftovers import clean, inspect
 from zinf.tiers.manifest import UNWRITTEN, LayoutText, Manifest
 
@@ -85,7 +86,8 @@ class Store:
         self._io = io
         self._lock_files = lock
         self._files = files
-        self._always = verify == "always"
+        self._always = verify in ("always", "read")
+        self._thawed = False  # until the next commit, frozen chunks may be written
         self._writable = writable
         self._entries = {
             key: Entry(i, key, where, files[where[0].path][where[0].file], committed.versions[i], committed.sums[i])
@@ -169,7 +171,7 @@ class Store:
         """The store at `paths` (in any order), at its last committed step.
 
         Args:
-            verify: "resume" compares every checksum now, "always" also on each read, "off" never.
+            verify: "resume" compares every checksum now, "always" also on each read, "read" only then, "off" never.
             expect: refuse any other model, or chunk size.
             writable: False takes a shared lock: several readers, no writer.
 
@@ -183,6 +185,8 @@ class Store:
             lock = directory.Lock(paths, shared=not writable)
             undo.callback(lock.release)
             committed = opening.load(paths)
+            if writable:
+                opening.check_live(paths[0], committed)
             opening.check_expected(paths[0], committed, expect)
             placement = layout.place(committed.model, committed.shares, 2 if committed.crash_safe else 1)
             opening.check_versions(paths[0], committed, placement)
@@ -190,7 +194,7 @@ class Store:
                 directory.warn_if_memory(path)
             files = opening.open_files(paths, placement, io, undo, direct=direct, write=writable)
             store = cls(paths, files, io, lock, committed, placement, verify=verify, writable=writable)
-            if verify != "off":
+            if verify in ("resume", "always"):
                 store.verify()
             undo.pop_all()
         if not committed.crash_safe and writable:
@@ -289,7 +293,7 @@ class Store:
                 self._wait_turn()
                 self._check_writable()
                 for entry, _ in wanted:
-                    if entry.frozen and self.step >= 0:
+                    if entry.frozen and self.step >= 0 and not self._thawed:
                         raise StoreError(f"{entry.key} is frozen: it was written before the first commit, and never again")
                 busy = [t for entry, _ in wanted for t in self._in_the_way(entry)]
                 if not busy:
@@ -308,9 +312,9 @@ class Store:
 
     def _target(self, entry: Entry) -> int:
         """The version that a write goes to: the one that no manifest names."""
-        return 1 if self.crash_safe and self._committed.versions[entry.index] == 0 else 0
+        return 1 if self.crash_safe and not entry.frozen and self._committed.versions[entry.index] == 0 else 0
 
-    def _in_the_way(self, entry: Entry) -> list[Ticket]:
+    def _in_the_way(self, entry: Entry) -> list[Busy]:
         """Transfers in flight of the place that a write of this chunk goes to."""
         busy = entry.busy_reads(self._target(entry)) if entry.reads else []
         if entry.writing is not None and not entry.writing.done():
@@ -370,6 +374,7 @@ class Store:
                 versions[entry.index], sums[entry.index] = entry.newest, entry.newest_sum
             self._publish(dataclasses.replace(self._committed, step=step, extra=payload, versions=bytes(versions), sums=sums, clean=True))
             self._dirty.clear()
+            self._thawed = False
             self._counts["commits"] += 1
 
     def _sync(self, dirty: Sequence[Entry]) -> None:
@@ -410,13 +415,17 @@ class Store:
         """Forget everything that was written since the last commit, failed writes too.
 
         Raises:
-            StoreError: chunks were overwritten in place (crash_safe=False).
+            StoreError: chunks were overwritten in place (crash_safe=False, or frozen ones after `thaw`).
         """
         with self._alone(writing=True):
-            if self._dirty and not self.crash_safe and self.step >= 0:
+            lost = [entry for entry in self._dirty.values() if entry.frozen or not self.crash_safe] if self.step >= 0 else []
+            if lost:
                 raise StoreError(
-                    f"{self.paths[0]} has one version of each chunk (crash_safe: false) and {len(self._dirty)} were overwritten: step {self.step} is gone"
+                    f"{self.paths[0]} has one version of {len(lost)} chunks that were overwritten (crash_safe: false, or frozen): step {self.step} is gone"
                 )
+            if self._thawed:
+                self._publish(dataclasses.replace(self._committed, clean=True))
+                self._thawed = False
             for entry in self._dirty.values():
                 if entry.writing is not None:
                     entry.writing.error()
@@ -444,6 +453,31 @@ class Store:
                 self._exclusive = False
                 self._changed.notify_all()
 
+    def snapshot(self) -> snapshot.Snapshot:
+        """The committed step, kept from being overwritten until the snapshot is closed. See snapshot.py."""
+        return snapshot.take(self)
+
+    def digest(self, key: Key) -> int | None:
+        """The checksum of the newest version of a chunk; None if it was never written."""
+        entry = self._entry(key)
+        return entry.newest_sum if entry.newest != UNWRITTEN else None
+
+    def thaw(self) -> None:
+        """Let frozen chunks be written until the next commit. They have one version: a crash before that commit loses the store, which then says so.
+
+        Raises:
+            StoreError: opened read-only, or the frozen chunks are shared with a checkpoint by a hard link.
+        """
+        if self._thawed:
+            return
+        with self._alone(writing=True):
+            for entry in self._entries.values():
+                if entry.frozen and os.fstat(entry.file.fd).st_nlink > 1:
+                    raise StoreError(f"{entry.file.path} is shared with checkpoints, so it cannot get other values: take another run_name")
+            if self.step >= 0 and self._committed.clean:
+                self._publish(dataclasses.replace(self._committed, clean=False))
+            self._thawed = True
+
     # ---- checking
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -461,7 +495,7 @@ class Store:
             wanted = []
             for entry in self._entries.values():
                 version = self._committed.versions[entry.index]
-                if version != UNWRITTEN and (self.crash_safe or entry.index not in self._dirty):
+                if version != UNWRITTEN and ((self.crash_safe and not entry.frozen) or entry.index not in self._dirty):
                     wanted.append((entry, version, self._committed.sums[entry.index]))
                 if entry.index in self._dirty:
                     wanted.append((entry, entry.newest, entry.newest_sum))

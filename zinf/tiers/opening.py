@@ -20,8 +20,8 @@ log = logging.getLogger("zinf")
 
 
 def check_verify(verify: str) -> None:
-    if verify not in ("resume", "always", "off"):
-        raise ValueError(f"verify is {verify!r}; it must be resume, always or off")
+    if verify not in ("resume", "always", "read", "off"):
+        raise ValueError(f"verify is {verify!r}; it must be resume, always, read or off")
 
 
 def real_paths(paths: Sequence[str]) -> list[str]:
@@ -113,8 +113,11 @@ def in_order(paths: Sequence[str]) -> list[str]:
         raise StoreError(
             f"these directories belong to different stores: {', '.join(f'{path} ({member.uuid})' for path, member in zip(paths, members, strict=True))}"
         )
-    if sorted(member.index for member in members) != list(range(members[0].count)):
-        raise StoreError(f"the store has {members[0].count} paths, and {len(paths)} are given ({', '.join(paths)}): give them all")
+    missing = sorted(set(range(members[0].count)) - {member.index for member in members})
+    if missing or len(paths) != members[0].count:
+        given = ", ".join(f"{path} is path {member.index}" for path, member in zip(paths, members, strict=True))
+        lacks = f"; path {', '.join(map(str, missing))} is missing" if missing else ""
+        raise StoreError(f"the store has {members[0].count} paths, and {len(paths)} are given ({given}{lacks}): give them all")
     return [path for _, path in sorted(zip((member.index for member in members), paths, strict=True))]
 
 
@@ -130,7 +133,8 @@ def load(paths: Sequence[str]) -> Manifest:
         raise StoreError(f"{os.path.join(paths[0], manifest.MANIFEST)} belongs to another store than {manifest.MEMBER} beside it")
     if not committed.clean:
         raise StoreError(
-            f"the store at {paths[0]} was being overwritten in place (crash_safe: false) after step {committed.step} when its run ended: "
+            f"the store at {paths[0]} was being overwritten in place (crash_safe: false, or a load of other frozen weights) after step "
+            f"{committed.step} when its run ended: "
             "its chunks are of two steps; remove it with zinf clean and import again"
         )
     return committed
@@ -141,6 +145,12 @@ def check_versions(path: str, committed: Manifest, placement: layout.Placement) 
     for version, (key, places) in zip(committed.versions, placement.places.items(), strict=True):
         if version >= len(places) and version != manifest.UNWRITTEN:
             raise StoreError(f"{os.path.join(path, manifest.MANIFEST)} is damaged: chunk {key} has a version that its store does not have")
+
+
+def check_live(path: str, committed: Manifest) -> None:
+    """Raise StoreError for a checkpoint, which is only ever read."""
+    if "checkpoint" in committed.extra:
+        raise StoreError(f"{path} is a checkpoint, and training would overwrite it: give a nvme_path of its own, and call engine.load_checkpoint({path!r})")
 
 
 def check_expected(path: str, committed: Manifest, expect: layout.Model | None) -> None:
