@@ -34,6 +34,7 @@ class Oracle:
     ):
         self.model, self.hyper = model, dict(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay, decoupled=decoupled)
         self.max_grad_norm, self.wide = max_grad_norm, wide
+        self.loss_scale = 1.0  # of the step at hand
         units = discover(model, blocks, leaf_bytes)
         self.layout = layout_of(units, layout.PIECE)
         self.params = dict(model.named_parameters())
@@ -55,7 +56,7 @@ class Oracle:
 
     def backward(self, loss):
         """Gradients of one backward, added to the step's: in fp32 if wide, else in the parameter's dtype."""
-        loss.backward()
+        (loss if self.loss_scale == 1 else loss.float() * self.loss_scale).backward()
         for name, p in self.params.items():
             if p.grad is not None:
                 g = p.grad.float() if self.wide else p.grad
@@ -63,7 +64,7 @@ class Oracle:
                 p.grad = None
 
     def step(self):
-        """Returns the norm."""
+        """Returns the norm of the unscaled grads. One that is not finite means that nothing was changed."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -86,7 +87,10 @@ class Oracle:
                     for part in flat[: run.numel].split(FEW):
                         total = reference.sum_squares(part, total)
             sums.append(total)
-        norm = math.sqrt(math.fsum(sums))
+        if not all(map(math.isfinite, sums)):
+            self.sums = {}
+            return math.nan
+        norm = math.sqrt(math.fsum(sums)) / self.loss_scale
         scale = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
         for shard in self.layout.shards:
             for r, run in enumerate(shard.runs):
@@ -99,7 +103,7 @@ class Oracle:
                         a, b = p.offset, p.offset + p.numel
                         planes = (weights, grads[shard.name, r], *self.state[shard.name, r])
                         for w, g, *state in zip(*(t[a:b].split(FEW) for t in planes), strict=True):
-                            reference.adam(w, tuple(state), g, step=self.steps[p.name], grad_scale=scale, **self.hyper)
+                            reference.adam(w, tuple(state), g, step=self.steps[p.name], grad_scale=scale / self.loss_scale, **self.hyper)
                         with torch.no_grad():
                             self.params[p.name].copy_(weights[a:b].view(p.shape))
         self.sums = {}

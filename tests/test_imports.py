@@ -18,7 +18,7 @@ ROOT = Path(zinf.__file__).parent
 
 # Lowest first. A part (a module or package directly below zinf) may import from lower layers and from itself.
 LAYERS = [
-    {"errors", "layout", "config", "discover", "trace", "schedule", "placement", "pipeline", "rng", "buffers", "objects"},
+    {"errors", "layout", "config", "discover", "trace", "schedule", "placement", "pipeline", "rng", "buffers", "objects", "precision", "scaling"},
     {"_aio", "_ops", "owners"},
     {"aio", "ops"},
     {"tiers"},
@@ -41,6 +41,8 @@ SIDEWAYS = {
     "pipeline": {"trace"},
     "placement": {"errors", "layout"},
     "objects": {"errors"},
+    "precision": {"errors"},
+    "scaling": {"errors"},
     "integrations": {"hf"},
     "train": {"data", "hf"},
     "cli": {"train", "data", "hf", "planner", "integrations"},

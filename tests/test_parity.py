@@ -84,7 +84,7 @@ def test_accumulation(tmp_path, accumulation, device, mode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("placement", ["memory", "nvme"])
 def test_other_precisions(tmp_path, dtype, placement):
-    check(engine_run(tmp_path, 4, dtype=dtype, chunk_size=4096, **PLACEMENTS[placement]), oracle_run(4, dtype=dtype))
+    check(engine_run(tmp_path, 4, dtype=dtype, chunk_size=4096, loss_scale=1, **PLACEMENTS[placement]), oracle_run(4, dtype=dtype))
 
 
 def test_adam_with_l2(tmp_path):

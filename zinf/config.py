@@ -97,7 +97,10 @@ class Config:
     recompute: bool = option(True, "recompute each block in backward, instead of keeping what its forward saved")
     micro_batch_size: int | None = option(None, "rows of a batch that go through a block at once")
     gradient_accumulation_steps: int = option(1, "backwards that make one step")
-    grad_accum_dtype: Literal["auto", "bf16", "fp32"] = option("auto", "dtype in which several backwards are summed")
+    grad_accum_dtype: Literal["auto", "bf16", "fp16", "fp32"] = option(
+        "auto", "dtype in which backwards and micro-batches are summed; auto: fp32 where there are several"
+    )
+    keep_in_fp32: tuple[str, ...] | None = option(None, "classes or name patterns of modules kept in fp32; auto: what a transformers model asks for")
     step_mode: Literal["auto", "backward", "deferred"] = option("auto", "step a shard under the same backward, or under the next forward")
     # optimizer
     optimizer: Literal["adamw", "adam"] = option("adamw", "AdamW (decoupled weight decay) or Adam (L2)")
@@ -106,6 +109,12 @@ class Config:
     eps: float = option(1e-8, "added to the root of the second moment")
     weight_decay: float = option(0.0, "weight decay")
     max_grad_norm: float | None = option(None, "clip the norm of all grads to this")
+    loss_scale: Literal["dynamic"] | float = option("dynamic", "fp16: what losses are multiplied by; 0 is dynamic, 1 is off")
+    initial_scale_power: int = option(16, "fp16: a dynamic scale begins at 2 to this power")
+    loss_scale_window: int = option(1000, "fp16: good steps in a row after which a dynamic scale doubles")
+    hysteresis: int = option(2, "fp16: overflows until a dynamic scale is halved, at the first time and after it doubled")
+    consecutive_hysteresis: bool = option(False, "fp16: overflows count for hysteresis only in a row")
+    min_loss_scale: float = option(1.0, "fp16: a dynamic scale does not fall below")
     max_skipped_steps: int = option(10, "steps with non-finite grads in a row that are skipped before an error")
     trace: bool = option(False, "record a timeline of all verbs")
     debug: bool = option(False, "fill released buffers with NaN, and check at every use whose a buffer is")
@@ -113,14 +122,16 @@ class Config:
     def __post_init__(self) -> None:
         convert_fields(self)
         sizes = ("device_memory", "host_memory", "block_size")
-        counts = ("queue_depth", "io_threads", "gradient_accumulation_steps", "micro_batch_size", "cpu_threads")
-        for key in (*sizes, *counts, "max_grad_norm"):
+        counts = ("queue_depth", "io_threads", "gradient_accumulation_steps", "micro_batch_size", "cpu_threads", "loss_scale_window", "hysteresis")
+        for key in (*sizes, *counts, "max_grad_norm", "min_loss_scale"):
             value = getattr(self, key)
             require(value is None or value > 0, key, value, "a positive number")
         require(self.chunk_size >= PIECE and self.chunk_size % PIECE == 0, "chunk_size", self.chunk_size, f"a positive multiple of {PIECE}")
         require(self.block_size % 4096 == 0, "block_size", self.block_size, "a multiple of 4096")
         for key in ("lr", "eps", "weight_decay", "max_skipped_steps", "commit_every"):
             require((getattr(self, key) or 0) >= 0, key, getattr(self, key), "zero or more")
+        require(self.loss_scale == "dynamic" or self.loss_scale >= 0, "loss_scale", self.loss_scale, "dynamic, or a positive number")
+        require(0 <= self.initial_scale_power <= 126, "initial_scale_power", self.initial_scale_power, "from 0 to 126")
         require(all(0 <= b < 1 for b in self.betas), "betas", list(self.betas), "two numbers in [0, 1)")
         for key in ("weights", "state"):
             value = getattr(self, key)

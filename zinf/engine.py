@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf import buffers, layout, memory, reading, rng, saves
+from zinf import buffers, layout, memory, precision, reading, rng, saves, scaling
 from zinf.checkpoint.saver import Saved, Saver
 from zinf.commit import Committer
 from zinf.config import Config, check_keys
@@ -79,10 +79,13 @@ class Engine:
         self.micro_batch_size = config.micro_batch_size
         self.batch_size: int | None = None  # rows of the current forward's batch
         self.origin = getattr(model, "zinf_origin", None)
-        self.step_mode = _choose_step_mode(config, self.origin is not None or bool(config.nvme_path))
+        precision.keep_in_fp32(model, config.keep_in_fp32 or (), stored=self.origin is not None)
         self._units = discover(model, config.blocks, config.leaf_bytes)
         self.layout = layout_of(self._units, config.chunk_size if self.origin is None else self.origin.chunk_size)
         groups = make_groups(model, param_groups, config.weight_decay)
+        scaled = scaling.scales(config, self.layout)
+        self.step_mode = _choose_step_mode(config, self.origin is not None or bool(config.nvme_path), scaled)
+        self._scaler = scaling.LossScaler(config, scaled)
         with contextlib.ExitStack() as stack:
             self.memory = memory.build(self.layout, self._units, model, config, self.step_mode, stack, self.origin, resume)
             parts = self.memory.parts
@@ -103,7 +106,7 @@ class Engine:
         model, config = self.module, self.config
         self.optimizer = Optimizer(self, groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay})
         self._committer = Committer(self.memory.parts, self.shards)
-        self._stepper = Stepper(self.memory, self.optimizer, self._committer, config, self.step_mode, _weak(self._fetch))
+        self._stepper = Stepper(self.memory, self.optimizer, self._committer, config, self.step_mode, self._scaler, _weak(self._fetch))
         self._train = Cycle(training_cycle(memory.guess_order(model, self._units)))
         self._evaluate = Cycle(Use(Phase.EVALUATE, use.shard) for use in self._train.uses if use.phase is Phase.FORWARD)
         self._now = self._train  # the cycle that the current pass follows
@@ -144,9 +147,13 @@ class Engine:
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """loss.backward(). The loss is not scaled: divide it yourself when several backwards make a step."""
+        """scale(loss).backward(). Divide the loss yourself when several backwards make a step."""
+        self.scale(loss).backward()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for a backward of your own; the loss itself where weights are not fp16."""
         self._check_usable()
-        loss.backward()
+        return self._scaler.apply(loss)
 
     def step(self, extra: dict[str, Any] | None = None) -> StepStats:
         """Fix this step: norm, clipping, learning rates. Its arithmetic is done where nobody waits for it.
@@ -224,6 +231,11 @@ class Engine:
     def skipped_steps(self) -> int:
         """Steps that changed nothing since a gradient was not finite."""
         return self._stepper.skipped_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by; 1 where weights are not fp16."""
+        return self._scaler.scale
 
     # -- checkpoints --------------------------------------------------------------------------------------------------------
 
@@ -533,17 +545,22 @@ _of_parents: list[contextlib.ExitStack] = []
 def check_budgets(config: Config, model: layout.Model, units: Sequence[Unit]) -> None:
     """Raise BudgetError if an engine of `config` would not fit its budgets; for whoever imports a model first."""
     on_nvme = bool(config.nvme_path)
-    memory.plan_for(model, units, config, on_nvme, config.device != "sim", _choose_step_mode(config, on_nvme))
+    mode = _choose_step_mode(config, on_nvme, scaling.scales(config, model))
+    memory.plan_for(model, units, config, on_nvme, config.device != "sim", mode)
 
 
-def _choose_step_mode(config: Config, on_nvme: bool) -> str:
+def _choose_step_mode(config: Config, on_nvme: bool, scaled: bool) -> str:
     """`backward` where every step can be undone if a late gradient is not finite, and nothing needs the norm first."""
     if config.step_mode == "backward" and config.max_grad_norm is not None:
         raise ConfigError("step_mode is backward, but max_grad_norm needs all grads before the first step: leave step_mode to auto, or unset max_grad_norm")
+    undoable = on_nvme and config.state == "nvme" and config.weights in ("auto", "nvme") and config.crash_safe and config.commit_every in (None, 1)
+    if config.step_mode == "backward" and scaled and not undoable:
+        raise ConfigError(
+            "step_mode is backward, but the loss of fp16 weights is scaled, and overflows are routine that could not be undone: leave step_mode to auto"
+        )
     if config.step_mode != "auto":
         return config.step_mode
-    undoable = on_nvme and config.state == "nvme" and config.weights in ("auto", "nvme") and config.crash_safe and config.commit_every in (None, 1)
-    return "backward" if undoable and config.max_grad_norm is None else "deferred"
+    return "backward" if undoable and config.max_grad_norm is None and not scaled else "deferred"
 
 
 def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from zinf.errors import EngineError, NonFiniteError
 from zinf.grads import ShardGrads
 from zinf.optimizer import Optimizer, clip_scale, step_spec, total_norm
 from zinf.pipeline import Job
+from zinf.scaling import LossScaler
 from zinf.shard import Shard
 from zinf.trace import Verb
 
@@ -38,20 +39,27 @@ log = logging.getLogger("zinf")
 
 @dataclasses.dataclass(frozen=True)
 class StepStats:
-    """What one step did. `grad_norm` is the global L2 norm before clipping, nan where `skipped` (some grad was not finite)."""
+    """What one step did.
+
+    `grad_norm` is the global L2 norm of the unscaled grads before clipping, nan where `skipped` (some grad was not finite); `loss_scale`
+    is what this step's losses were multiplied by.
+    """
 
     step: int
     grad_norm: float
     skipped: bool
+    loss_scale: float = 1.0
 
 
 class Stepper:
     """Grads in, steps out. One per engine; called by the thread that computes."""
 
-    def __init__(self, memory: Memory, optimizer: Optimizer, committer: Committer, config: Config, mode: str, fetch: Callable[[Shard], object]):
+    def __init__(
+        self, memory: Memory, optimizer: Optimizer, committer: Committer, config: Config, mode: str, scaler: LossScaler, fetch: Callable[[Shard], object]
+    ):
         self.shards, self.grads, self.root = memory.shards, memory.grads, memory.root
         self.parts = memory.parts
-        self.optimizer, self.committer, self.config, self.mode = optimizer, committer, config, mode
+        self.optimizer, self.committer, self.config, self.mode, self.scaler = optimizer, committer, config, mode, scaler
         self._fetch = fetch  # start the shard's fetch, which applies what is pending
         self.global_step = 0
         self.skipped_steps = 0
@@ -63,7 +71,8 @@ class Stepper:
         self._took = False  # has this backward given a parameter a gradient?
         self._waiting: list[ShardGrads] = []  # whose grads this step is made of
         self._sums: dict[int, float] = {}
-        self._sum_jobs: dict[int, Job] = {}
+        self._sum_jobs: dict[int, Job] = {}  # in the order in which shards were complete
+        self._began: dict[int, None] = {}  # shards with grads, in the order of their first
         self._early: dict[int, list[bool]] = {}  # shards stepped under backward, and which of their parameters
 
     # -- backward -----------------------------------------------------------------------------------------------------------
@@ -72,6 +81,7 @@ class Stepper:
         """Called from hooks: a backward is running; be told when it ends."""
         if not self.backward_running:
             self.check_complete()
+            self.scaler.check()
             self.backward_running, self._took = True, False
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
@@ -124,6 +134,7 @@ class Stepper:
                 "and call step() after the last"
             )
         grads.take(i, grad)
+        self._began.setdefault(shard.index)
         self._took = True
         open_calls = [call for call in shard.calls if not call.over]
         if open_calls and not any(call.entered for call in open_calls):
@@ -198,7 +209,7 @@ class Stepper:
                 raise NonFiniteError(f"the gradient of {shard.name} is not finite")
 
         self.committer.wait()  # the versions that this step will overwrite must not be the ones being committed
-        self._early[index] = self._assign(shard, 1.0)
+        self._early[index] = self._assign(shard, 1.0 / self.scaler.scale)
         assert shard.pending is not None
         shard.pending.gate = gate
         self._fetch(shard)
@@ -228,20 +239,24 @@ class Stepper:
         """Fix this step, after `prepare`. See Engine.step."""
         waiting = self._waiting
         sums = {g.shard.index: self._sums[g.shard.index] for g in waiting}
+        first_bad = self._first_bad(sums)
         self._sum_jobs.clear()
+        self._began.clear()
         self._micro_step = 0
-        norm = total_norm(sums.values())
+        loss_scale = self.scaler.scale
+        norm = total_norm(sums.values()) / loss_scale
         if not math.isfinite(norm):
-            return self._skip(waiting, sums)
+            return self._skip(waiting, first_bad)
         self._skipped_in_a_row = 0
-        scale = clip_scale(norm, self.config.max_grad_norm)
+        self.scaler.update(overflow=False)
+        scale = clip_scale(norm, self.config.max_grad_norm) / loss_scale
         for g in waiting:
             index = g.shard.index
             seen = self._early.get(index) or self._assign(g.shard, scale)
             self.counts[index] = [n + ok for n, ok in zip(self.counts[index], seen, strict=True)]
         self.global_step += 1
         self._early.clear()
-        return StepStats(self.global_step, norm, False)
+        return StepStats(self.global_step, norm, False, loss_scale)
 
     def apply_pending(self) -> None:
         """Have every pending step applied, whether or not a forward came by."""
@@ -255,6 +270,7 @@ class Stepper:
         self._drop([g for g in self.grads.of if g.open or (g.waiting and not g.assigned)])
         if self._early:
             self.undo_early()
+        self._began.clear()
         self._micro_step, self.interrupted = 0, False
 
     def _drop(self, waiting: Any) -> None:
@@ -264,12 +280,27 @@ class Stepper:
                 job.wait_over()
             g.drop()
 
-    def _skip(self, waiting: list[ShardGrads], sums: dict[int, float]) -> StepStats:
+    def _first_bad(self, sums: dict[int, float]) -> str:
+        """The first shard in backward order whose grads are not finite; "" if all are.
+
+        The first that was complete: a tied layer began before the blocks, but a NaN of theirs reached it after them. If all are
+        bad, the loss was, and then it is the first that began.
+        """
+        bad = {index for index, total in sums.items() if not math.isfinite(total)}
+        order = self._began if len(bad) == len(sums) else self._sum_jobs
+        return next((self.shards[index].name for index in order if index in bad), "")
+
+    def _skip(self, waiting: list[ShardGrads], first: str) -> StepStats:
         """Some gradient was NaN or infinite: change nothing, count, and raise when it happens too often in a row."""
         self.skipped_steps += 1
-        self._skipped_in_a_row += 1
-        first = next(s.name for s in reversed(self.shards) if not math.isfinite(sums.get(s.index, 0.0)))
-        log.warning("step %d skipped: the gradient of %s is not finite (%d skipped in all)", self.global_step + 1, first, self.skipped_steps)
+        loss_scale, curable = self.scaler.scale, self.scaler.can_fall
+        self._skipped_in_a_row += not curable
+        self.scaler.update(overflow=True)
+        log.log(
+            logging.INFO if curable else logging.WARNING,
+            "step %d skipped: the gradient of %s is not finite (%d skipped in all); loss scale %g, next %g",
+            *(self.global_step + 1, first, self.skipped_steps, loss_scale, self.scaler.scale),
+        )
         if self._early:
             self.undo_early()
         self._drop(waiting)
@@ -278,16 +309,18 @@ class Stepper:
                 f"{self._skipped_in_a_row} steps in a row had grads that are not finite, this time first in {first} at step {self.global_step + 1}: "
                 "lower the learning rate, look at the data, or raise max_skipped_steps"
             )
-        return StepStats(self.global_step, math.nan, True)
+        return StepStats(self.global_step, math.nan, True, loss_scale)
 
     def state(self) -> dict[str, Any]:
         """Counters, as plain JSON values. `counts` only where a parameter was not stepped every time."""
         odd = {str(i): c for i, c in enumerate(self.counts) if any(n != self.global_step for n in c)}
-        return {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "counts": odd}
+        return {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "counts": odd, "loss_scale": self.scaler.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
         self.global_step, self.skipped_steps = state["global_step"], state["skipped_steps"]
+        if "loss_scale" in state:
+            self.scaler.load_state(state["loss_scale"])
         self.counts = [state["counts"].get(str(i), [self.global_step] * len(c)) for i, c in enumerate(self.counts)]
 
     def undo_early(self) -> None:

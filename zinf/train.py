@@ -208,6 +208,7 @@ def open_engine(config: TrainConfig, fresh: bool, watch: Watch) -> EngineLike:
         nvme_path=e.nvme_path,
         run_name=e.run_name,
         dtype=dtype,
+        keep_in_fp32=e.keep_in_fp32,
         resume=not fresh,
         overwrite=fresh,
         chunk_size=e.chunk_size if e.chunk_size != Config.chunk_size else None,

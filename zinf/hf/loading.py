@@ -30,6 +30,7 @@ from zinf.config import Config
 from zinf.discover import Unit, discover, layout_of
 from zinf.errors import CheckpointError, ConfigError
 from zinf.hf.names import Names, Where, match
+from zinf.precision import AUTO, keep_in_fp32
 from zinf.tiers.manifest import MANIFEST
 from zinf.tiers.nvme import Store
 
@@ -125,13 +126,15 @@ def build_on_meta(
     dtype: torch.dtype = torch.bfloat16,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    keep: Sequence[str] | None = None,
     **config_overrides: Any,
 ) -> nn.Module:
     """The model of a folder's config.json, in eval mode: parameters on meta, tied where the config ties them, buffers real.
 
     Args:
         auto_class: transformers' AutoModelForCausalLM (None), another Auto class, or a model class.
-        dtype: of the parameters, but for those that the architecture keeps in fp32.
+        dtype: of the parameters, but for those that stay in fp32.
+        keep: what stays in fp32, see precision.keep_in_fp32; None: what the architecture asks for.
         config_overrides: attributes of the config.
 
     Raises:
@@ -152,7 +155,7 @@ def build_on_meta(
             model = auto_class._from_config(config, **options)
     model.tie_weights()
     _set_buffers(model)
-    _keep_fp32(model, dtype)
+    keep_in_fp32(model, (AUTO,) if keep is None else keep, dtype)
     if model.can_generate() and os.path.isfile(os.path.join(folder, "generation_config.json")):
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval()
@@ -195,27 +198,6 @@ def _set_buffers(model: Any) -> None:
     walk(model, model)
 
 
-def _keep_fp32(model: Any, dtype: torch.dtype) -> None:
-    """Make fp32 what the architecture says to keep in fp32, as its from_pretrained does."""
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return
-    from transformers.core_model_loading import build_glob_alternation
-
-    pattern, _, _ = build_glob_alternation(list(plan))
-    first: dict[int, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for name, p in list(module._parameters.items()):
-            if p is not None and p.is_floating_point() and pattern.search(f"{prefix}.{name}" if prefix else name):
-                if id(p) not in first:
-                    first[id(p)] = nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
-                module._parameters[name] = first[id(p)]
-        for name, b in list(module._buffers.items()):
-            persistent = name not in module._non_persistent_buffers_set
-            if persistent and b is not None and b.is_floating_point() and pattern.search(f"{prefix}.{name}" if prefix else name):
-                module._buffers[name] = b.float()
-
-
 def open_source(model: nn.Module, folder: str, *, ignore_unexpected: bool = False) -> tuple[SafetensorsSource, Names]:
     """The weights of a folder as a source for the layout of `model`, and how their names match. The caller closes the source.
 
@@ -237,6 +219,7 @@ def from_pretrained(
     nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     run_name: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    keep_in_fp32: Sequence[str] | None = None,
     resume: bool = False,
     overwrite: bool = False,
     trainable: Callable[[str], bool] | None = None,
@@ -260,6 +243,8 @@ def from_pretrained(
         nvme_path: one path or several; the store is the folder `run_name` in each.
         run_name: default: that of Config.
         dtype: of the weights; trainable bf16 and fp16 weights keep what they cannot hold of the checkpoint in their state.
+        keep_in_fp32: classes of modules or patterns of names whose weights are fp32 all the same, see Config.keep_in_fp32; None: what the
+            architecture asks for ("auto").
         resume: take the store that stands there, at whatever step it is, if it is of this model; import only if there is none.
         overwrite: replace a store that stands there.
         trainable: of each parameter name, whether it is trained; default all. Frozen parameters have no state in the store.
@@ -274,7 +259,7 @@ def from_pretrained(
         ConfigError, CheckpointError, StoreError, OSError: one line; no store is left behind that could be taken for a whole one.
     """
     folder = resolve(name_or_dir, revision=revision, code=build.get("trust_remote_code", False))
-    model = build_on_meta(folder, dtype=dtype, **build)
+    model = build_on_meta(folder, dtype=dtype, keep=keep_in_fp32, **build)
     if trainable is not None:
         for name, p in model.named_parameters():
             p.requires_grad_(trainable(name))

@@ -1,0 +1,157 @@
+"""Clipping and the norm: as torch's; and batches whose gradients are not finite leave no trace, wherever the first one was."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+
+import pytest
+import torch
+from models import HYPER, LEAF_BYTES, batches, llama, oracle_run
+from oracle import assert_same, engine_snapshot
+
+from zinf.engine import Engine
+from zinf.errors import NonFiniteError
+
+NVME = dict(weights="nvme", state="nvme", chunk_size=4096)
+SMALL = dict(num_hidden_layers=2)
+devices = pytest.mark.parametrize("device", ["cpu", "sim"])
+modes = pytest.mark.parametrize("mode", ["backward", "deferred"])
+
+
+def engine_of(folder, model=None, **options):
+    return Engine(model or llama(), nvme_path=str(folder), **{"leaf_bytes": LEAF_BYTES, **NVME, **HYPER, **options})
+
+
+# -- the norm ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_norm", [0.25, 1e6])
+def test_norm_and_coefficient_are_torchs(tmp_path, dtype, max_norm):
+    """clip_grad_norm_ on the plain model's gradients in fp32; ours sums squares in double, torch in fp32 tensor by tensor."""
+    ids = batches(1)[0]
+    plain = llama(dtype)
+    plain(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    copies = [torch.nn.Parameter(p.detach().float()) for p in plain.parameters()]
+    for copy, p in zip(copies, plain.parameters(), strict=True):
+        copy.grad = p.grad.float()
+    before = copies[3].grad.abs().max()
+    theirs = torch.nn.utils.clip_grad_norm_(copies, max_norm).item()
+    with engine_of(tmp_path, llama(dtype), max_grad_norm=max_norm) as engine:
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        assert engine.step().grad_norm == pytest.approx(theirs, rel=1e-6)
+        pending = {s.pending.scale for s in engine.shards if s.pending is not None}
+        assert len(pending) == 1 and pending.pop() == pytest.approx((copies[3].grad.abs().max() / before).item(), rel=1e-6)
+
+
+# -- gradients that are not finite --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def clean(steps):
+    return oracle_run(steps)
+
+
+def train(engine, ids):
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    return engine.step()
+
+
+SHARDS = ["model.embed_tokens", "model.layers.0", "model.layers.2", "model.layers.3", "root"]  # the embedding is the tied head as well
+
+
+@modes
+@devices
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_gradient_in_any_shard_leaves_no_trace(tmp_path, caplog, mode, device, value):
+    """One parameter of one shard, each in turn: named, skipped, counted, and then the bits as if that batch had never been."""
+    model = llama()
+    with engine_of(tmp_path, model, step_mode=mode, device=device) as engine, caplog.at_level(logging.WARNING, "zinf"):
+        losses, norms, done = [], [], 0
+        for k, name in enumerate(SHARDS):
+            shard = next(s for s in engine.shards if s.name == name)
+            p = shard.params[-1][2]
+            hook = p.register_hook(lambda g: torch.full_like(g, value))
+            caplog.clear()
+            stats = train(engine, batches(9)[8])
+            hook.remove()
+            assert stats.skipped and math.isnan(stats.grad_norm) and stats.step == done
+            assert f"step {done + 1} skipped: the gradient of {name} is not finite ({k + 1} skipped in all)" in caplog.text
+            ids = batches(len(SHARDS))[k]
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            losses.append(loss.item())
+            norms.append(engine.step().grad_norm)
+            done += 1
+        assert (engine.global_step, engine.skipped_steps) == (len(SHARDS), len(SHARDS))
+        want = clean(len(SHARDS))
+        assert (losses, norms) == want[:2]
+        assert_same(engine_snapshot(engine), want[2])
+
+
+@modes
+def test_the_first_shard_in_backward_order_is_named(tmp_path, mode):
+    """A NaN spreads to all that comes after it in backward; the message names where it began, which may be the loss."""
+
+    def first(where):
+        def poison(module, args, output):
+            output = output[0] if isinstance(output, tuple) else output
+            output.register_hook(lambda g: g * math.nan)
+
+        folder = tmp_path / where
+        folder.mkdir()
+        with engine_of(folder, step_mode=mode, max_skipped_steps=1) as engine:
+            train(engine, batches(1)[0])
+            module = engine.module if where == "loss" else engine.module.get_submodule(where)
+            if where == "loss":
+                for _ in range(2):
+                    engine.backward(engine(input_ids=batches(1)[0], labels=batches(1)[0]).loss * math.nan)
+                    try:
+                        engine.step()
+                    except NonFiniteError as e:
+                        return str(e)
+            hook = module.register_forward_hook(poison)
+            train(engine, batches(1)[0])
+            with pytest.raises(NonFiniteError) as error:
+                train(engine, batches(1)[0])
+            hook.remove()
+            assert not train(engine, batches(1)[0]).skipped, "the engine can go on"
+            return str(error.value)
+
+    for where, shard in (
+        ("model.layers.3", "model.layers.3"),
+        ("model.layers.1", "model.layers.1"),
+        ("model.embed_tokens", "model.embed_tokens"),
+        ("loss", "model.embed_tokens"),  # whose head is the first to get a gradient
+    ):
+        assert f"2 steps in a row had grads that are not finite, this time first in {shard} at step 2" in first(where), where
+
+
+@pytest.mark.parametrize("commit_every", [1, 2])
+def test_backward_mode_needs_the_commit_before(tmp_path, commit_every):
+    """Shards were stepped before the bad one was found: without a commit to go back to, that is said, and nothing goes on from it."""
+    with engine_of(tmp_path, step_mode="backward", commit_every=commit_every) as engine:
+        train(engine, batches(1)[0])
+        engine.module.model.embed_tokens.weight.register_hook(lambda g: g * math.nan)
+        if commit_every == 1:
+            assert train(engine, batches(1)[0]).skipped
+            return
+        with pytest.raises(NonFiniteError, match="step 1 was not committed: go on from the last commit"):
+            train(engine, batches(1)[0])
+
+
+def test_skips_are_counted_in_a_row(tmp_path):
+    with engine_of(tmp_path, llama(**SMALL), max_skipped_steps=1) as engine:
+        bad = [True, False, True, False, True, True]
+        for k, is_bad in enumerate(bad):
+            ids = batches(1)[0]
+            engine.backward(engine(input_ids=ids, labels=ids).loss * (math.nan if is_bad else 1))
+            if k == 5:
+                with pytest.raises(NonFiniteError, match="2 steps in a row"):
+                    engine.step()
+            else:
+                assert engine.step().skipped is is_bad
+        assert (engine.global_step, engine.skipped_steps) == (2, 4)
