@@ -76,9 +76,13 @@ class Config:
     device_memory: Bytes | None = option(None, "hard limit on what zinf holds on the device")
     host_memory: Bytes | None = option(None, "hard limit on what zinf allocates in host memory")
     weights: Placement | float = option("auto", "where weights rest between uses; a number is the fraction that rests in host memory")
-    grads: Placement = option("auto", "where grads wait for their step")
+    grads: Placement = option("auto", "where grads wait for their step; auto: host memory, and NVMe where host_memory cannot hold them (exact, slower)")
     state: Placement | float = option("auto", "where the optimizer state rests; a number is the fraction in host memory")
-    activations: Placement = option("auto", "where the inputs of blocks wait for backward")
+    activations: Placement = option("auto", "where inputs of recomputed blocks wait for backward; auto: host where activation_memory is set, else device")
+    activation_memory: Bytes | None = option(
+        None,
+        "host memory for those inputs; more go to NVMe, or stay where there is no store; default with activations: host: an eighth of host_memory, or 256MiB",
+    )
     # the store
     chunk_size: int = option(1 << 20, f"elements of a chunk, a multiple of {PIECE}")
     crash_safe: bool = option(True, "two versions of each chunk: twice the space, and a kill at any instant loses nothing committed")
@@ -94,7 +98,10 @@ class Config:
     cpu_threads: int | None = option(None, "threads of the CPU optimizer; default: all cores")
     blocks: tuple[str, ...] | None = option(None, "class names of the blocks that travel as one; default: found by itself")
     leaf_bytes: Bytes = option(4 << 20, "a layer outside of all blocks travels by itself from this size on")
-    recompute: bool = option(True, "recompute each block in backward, instead of keeping what its forward saved")
+    recompute: bool | tuple[str, ...] = option(
+        True, "recompute blocks in backward, instead of keeping what their forward saved: true, false, or their names (patterns)"
+    )
+    keep_last: int = option(0, "blocks, the last of forward, that are not recomputed, since backward begins with them")
     micro_batch_size: int | None = option(None, "rows of a batch that go through a block at once")
     gradient_accumulation_steps: int = option(1, "backwards that make one step")
     grad_accum_dtype: Literal["auto", "bf16", "fp16", "fp32"] = option(
@@ -121,14 +128,14 @@ class Config:
 
     def __post_init__(self) -> None:
         convert_fields(self)
-        sizes = ("device_memory", "host_memory", "block_size")
+        sizes = ("device_memory", "host_memory", "activation_memory", "block_size")
         counts = ("queue_depth", "io_threads", "gradient_accumulation_steps", "micro_batch_size", "cpu_threads", "loss_scale_window", "hysteresis")
         for key in (*sizes, *counts, "max_grad_norm", "min_loss_scale"):
             value = getattr(self, key)
             require(value is None or value > 0, key, value, "a positive number")
         require(self.chunk_size >= PIECE and self.chunk_size % PIECE == 0, "chunk_size", self.chunk_size, f"a positive multiple of {PIECE}")
         require(self.block_size % 4096 == 0, "block_size", self.block_size, "a multiple of 4096")
-        for key in ("lr", "eps", "weight_decay", "max_skipped_steps", "commit_every"):
+        for key in ("lr", "eps", "weight_decay", "max_skipped_steps", "commit_every", "keep_last"):
             require((getattr(self, key) or 0) >= 0, key, getattr(self, key), "zero or more")
         require(self.loss_scale == "dynamic" or self.loss_scale >= 0, "loss_scale", self.loss_scale, "dynamic, or a positive number")
         require(0 <= self.initial_scale_power <= 126, "initial_scale_power", self.initial_scale_power, "from 0 to 126")

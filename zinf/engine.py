@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from zinf import buffers, layout, memory, precision, reading, rng, saves, scaling
+from zinf.activations import Activations
 from zinf.checkpoint.saver import Saved, Saver
 from zinf.commit import Committer
 from zinf.config import Config, check_keys
@@ -37,6 +38,7 @@ from zinf.errors import ConfigError, EngineError, NonFiniteError, StoreError
 from zinf.objects import Objects
 from zinf.optimizer import Optimizer, make_groups
 from zinf.placement import Tier
+from zinf.recompute import TakeOver, recomputed
 from zinf.report import plan_lines, report, stats
 from zinf.schedule import Cycle, Phase, Use, training_cycle
 from zinf.shard import Shard
@@ -115,6 +117,7 @@ class Engine:
         self._error: BaseException | None = None
         self._buffers = buffers.Changed(model)
         self._resumed_step, self._resumed_groups = -1, []  # type: int, list[dict[str, Any]]
+        self._take_over = TakeOver(model, self._units)
         if self.memory.restored is not None:
             self._restore(self.memory.restored)
         self._hook()
@@ -123,12 +126,14 @@ class Engine:
     def _hook(self) -> None:
         """Let the model compute from the shards."""
         conductor = weakref.proxy(self)
+        again = recomputed(self._units, self.config.recompute, self.config.keep_last)
+        self._undo.append(self._take_over.undo)
         for shard, unit in zip(self.shards, self._units, strict=True):
             for i, (r, _, p) in enumerate(shard.params):
                 if shard.spec.runs[r].trainable:
                     self._undo.append(p.register_post_accumulate_grad_hook(_taker(weakref.ref(self._stepper), shard, i)).remove)
             for module in unit.modules:
-                self._undo.append(stream(module, shard, conductor, recompute=unit.block and self.config.recompute))
+                self._undo.append(stream(module, shard, conductor, unit.block, again[shard.index]))
             if shard is self.memory.root:
                 shard.fetch(self._train)
                 shard.wait_fetched()
@@ -398,6 +403,17 @@ class Engine:
         """A backward is running."""
         self._stepper.in_backward()
 
+    def called_in_backward(self, shard: Shard) -> None:
+        """The model checkpoints around a block."""
+        if not self.trace.counts["calls in backward"]:
+            log.warning("%s is under a torch.utils.checkpoint of the model's own: it is recomputed twice; turn one of the two off", shard.name)
+        self.trace.count("calls in backward")
+
+    @property
+    def activations(self) -> Activations:
+        """What recomputed calls keep."""
+        return self.memory.activations
+
     def _fetch(self, shard: Shard, before: int | None = None) -> bool:
         """Start a fetch along the current cycle. The last one that applies a step lets the commit follow."""
         pending = shard.pending is not None
@@ -422,6 +438,7 @@ class Engine:
         self._check_whole()
         with self._noting():
             self._ask_late()
+        self._take_over.look()
         if torch.is_grad_enabled():
             if self._trained and self._trained[-1].phase is Phase.BACKWARD:
                 self._learn()

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from torch import nn
 
 from zinf import layout, ops, placement
+from zinf.activations import Activations
 from zinf.aio import IoEngine, open_engine
 from zinf.checkpoint import ModuleSource, import_tensors
 from zinf.config import Config
 from zinf.discover import Unit
-from zinf.errors import ConfigError
 from zinf.grads import Grads
 from zinf.owners import Owners, Unwatched
 from zinf.pipeline import Pipeline
@@ -30,6 +30,7 @@ from zinf.tiers.device import Device, open_device
 from zinf.tiers.host import Arena
 from zinf.tiers.nvme import Store
 from zinf.tiers.records import Records
+from zinf.tiers.scratch import Scratch
 from zinf.trace import Trace, Verb
 
 log = logging.getLogger("zinf")
@@ -52,6 +53,7 @@ class Memory:
     parts: Parts
     shards: list[Shard]
     grads: Grads
+    activations: Activations
     root: Shard | None
     io: IoEngine | None
     lookahead: int
@@ -80,6 +82,8 @@ def request(config: Config, on_nvme: bool, direct: bool, mode: str) -> Request:
         grads_wait=mode == "deferred" or config.gradient_accumulation_steps > 1,
         lookahead=LOOKAHEAD,
         state_slots=STATE_SLOTS,
+        activations=config.activations,
+        activation_memory=config.activation_memory,
     )
 
 
@@ -102,9 +106,6 @@ def build(
     model: layout.Model, units: Sequence[Unit], module: nn.Module, config: Config, mode: str, stack: contextlib.ExitStack, origin: Origin | None, resume: bool
 ) -> Memory:
     """Everything below the engine. `stack` closes it all, also when this raises half way."""
-    for key in ("grads", "activations"):
-        if getattr(config, key) not in ("auto", "host", "device"):
-            raise ConfigError(f"{key} cannot be placed on {getattr(config, key)} in this version: leave it to auto")
     root_index, pinned = roles(units)
     paths = list(origin.paths) if origin is not None else store_paths(config)
     io: IoEngine | None = None
@@ -138,10 +139,11 @@ def build(
     own = [i for i in (*pinned, root_index) if i is not None]
     req = request(config, bool(paths), device.direct, mode)
     grads = Grads(shards, plan, arena, req.grads_wide, req.pass_wide, own)
+    activations = _activations(plan, device, trace, arena, store, io, poison, stack)
     _fill(model, module, records, store, restored is not None, trace)
     for shard in shards:
         shard.valid = shard.slab is not None and device.direct  # a slab that is there already is held for good
-    return Memory(plan, parts, shards, grads, shards[root_index] if root_index is not None else None, io, LOOKAHEAD, restored)
+    return Memory(plan, parts, shards, grads, activations, shards[root_index] if root_index is not None else None, io, LOOKAHEAD, restored)
 
 
 def _open_store(
@@ -182,6 +184,20 @@ def _parts(
         for pipeline in (fetcher, stepper):
             weights_slots[pipeline] = arena.slots(plan.weights_slots // 2, plan.weights_slot_nbytes, "weights in flight")
     return Parts(device, records, slabs, fetcher, stepper, state_slots, weights_slots, pool, trace, owners)
+
+
+def _activations(
+    plan: Plan, device: Device, trace: Trace, arena: Arena | None, store: Store | None, io: IoEngine | None, poison: bool, stack: contextlib.ExitStack
+) -> Activations:
+    region = arena.carve(plan.activations_nbytes, "activations") if plan.activations_nbytes and arena is not None else None
+    slots = scratch = None
+    if plan.activation_slots and arena is not None and store is not None and io is not None:
+        slots = arena.slots(plan.activation_slots, placement.ACTIVATION_PIECE, "activations in flight")
+        scratch = Scratch(store.paths, "activations", io, "lower the batch, or place activations on the host")
+        stack.callback(scratch.close)
+    activations = Activations(device, trace, region, slots, scratch, poison)
+    stack.callback(activations.close)
+    return activations
 
 
 def _fill(model: layout.Model, module: nn.Module, records: Records, store: Store | None, restored: bool, trace: Trace) -> None:

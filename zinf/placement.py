@@ -1,8 +1,9 @@
 """What lives where, decided before any work: records to tiers, slabs, rings and grads to budgets.
 
-Pure arithmetic on the layout. Host memory is spent in this order: staging ring, grads that must wait, weights, then state
-(a step visits its state in a fixed cycle, so a fixed resident part always pays and a cache never does). Device memory holds
-the root and the slabs; what is left of it holds more slabs, which keep weights from being fetched again.
+Pure arithmetic on the layout. Host memory is spent in this order: staging ring, boundary activations, grads that must wait,
+weights, then state (a step visits its state in a fixed cycle, so a fixed resident part always pays and a cache never does). Device memory holds
+the root and the slabs; what is left of it holds more slabs, which keep weights from being fetched again. Activations that stay on
+the device are torch's, and not in its budget.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from zinf import layout
 from zinf.errors import BudgetError
 
 GIB = 1 << 30
+ACTIVATION_PIECE = 1 << 20  # bytes of an activation in one read or write
+ACTIVATION_SLOTS = 4  # of them in flight
+ACTIVATION_MEMORY = 256 << 20  # bytes of host memory for activations where no budget says more
 
 
 class Tier(enum.Enum):
@@ -40,6 +44,8 @@ class Request:
     grads_wait: bool = True  # all grads wait for the norm (or for more backwards), else each shard's only for its step
     lookahead: int = 2  # shards fetched ahead of compute
     state_slots: int = 8  # chunks of state in flight
+    activations: str = "auto"  # auto | device | host | nvme
+    activation_memory: int | None = None  # of host memory, for activations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +73,9 @@ class Plan:
     pass_buffers: int  # shared device buffers for the grads of one backward; 0: they land in host grads directly
     host: dict[str, int]
     device: dict[str, int]
+    activations: Tier = Tier.DEVICE  # where boundary activations go first
+    activations_nbytes: int = 0  # of host memory, where they rest
+    activation_slots: int = 0  # of ACTIVATION_PIECE bytes, through which they go to NVMe and back; 0: they never do
 
     @property
     def host_nbytes(self) -> int:
@@ -135,7 +144,27 @@ def plan(model: layout.Model, request: Request, root: int | None, pinned: Sequen
         pass_buffers=pass_buffers,
         host={k: v for k, v in host.items() if v},
         device={k: v for k, v in device.items() if v},
+        activations=_activations(request)[0],
+        activations_nbytes=host["activations"],
+        activation_slots=ACTIVATION_SLOTS if host["activations in flight"] else 0,
     )
+
+
+def _activations(request: Request) -> tuple[Tier, int, int]:
+    """Where boundary activations go, the host memory where they rest, and that through which they go to NVMe.
+
+    How many there will be is known only to a forward, so what the host has no room for overflows to NVMe.
+    """
+    tier = request.activations
+    if tier == "auto":
+        tier = "host" if request.activation_memory is not None else "device"
+    if tier == "nvme" and not request.on_nvme:
+        raise BudgetError("activations are to wait on NVMe, but there is no nvme_path: give one, or place them on the host")
+    if tier == "device" or (tier == "host" and request.direct):  # what compute reads is host memory already
+        return Tier.DEVICE, 0, 0
+    share = request.host_memory // 8 if request.host_memory is not None else ACTIVATION_MEMORY
+    rest = (request.activation_memory or share) if tier == "host" else 0
+    return Tier(tier), rest, ACTIVATION_SLOTS * ACTIVATION_PIECE if request.on_nvme else 0
 
 
 def _slot_nbytes(model: layout.Model) -> tuple[int, int]:
@@ -162,6 +191,8 @@ def _host_minimum(model: layout.Model, request: Request, own: set[int]) -> dict[
         "arriving grads": max(s.grads_nbytes(request.pass_wide) for s in model.shards) if adds else 0,
         "staging ring": (slot_state * request.state_slots if request.on_nvme else 0) + (0 if request.direct else slot_weights * request.state_slots),
         "grads": total,
+        "activations": _activations(request)[1],
+        "activations in flight": _activations(request)[2],
     }
 
 

@@ -6,9 +6,10 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from zinf.layout import place
-from zinf.placement import Tier, human
+from zinf.placement import Plan, Tier, human
 
 if TYPE_CHECKING:
+    from zinf.config import Config
     from zinf.engine import Engine
 
 
@@ -36,6 +37,7 @@ def plan_lines(engine: Engine) -> list[str]:
         f"weights  {_where(engine, 'weights')}",
         f"state    {_where(engine, 'state')}",
     ]
+    lines.append(f"inputs   of recomputed blocks: {_activations(plan, config)}")
     for tier, parts, total in (("device", plan.device, plan.device_nbytes), ("host", plan.host, plan.host_nbytes)):
         most = budget[tier]
         limit = f" of {human(most)}" if most is not None else ""
@@ -51,6 +53,17 @@ def plan_lines(engine: Engine) -> list[str]:
     return lines
 
 
+def _activations(plan: Plan, config: Config) -> str:
+    """Where they wait for backward, and what happens to those for which there is no room."""
+    asked = config.activations == "host" or config.activation_memory is not None
+    if plan.activations is Tier.DEVICE:
+        return "on the device" + (", which computes from host memory: there is nothing to move" if asked else "")
+    if plan.activations is Tier.NVME:
+        return "on NVMe"
+    rest = "NVMe" if plan.activation_slots else "the device"
+    return f"in {human(plan.activations_nbytes)} of host memory, the rest on {rest}"
+
+
 def report(engine: Engine) -> dict[str, Any]:
     """What is really in use."""
     plan, records = engine.memory.plan, engine.memory.parts.records
@@ -63,6 +76,7 @@ def report(engine: Engine) -> dict[str, Any]:
         "device_bytes": dict(plan.device),
         "weights": [t.value for t in plan.weights],
         "state": [t.value for t in plan.state],
+        "activations": {"placement": plan.activations.value, **engine.activations.report()},
         "slabs": [{"bytes": c.nbytes, "count": c.count, "shards": len(c.members)} for c in plan.slabs],
         "io": engine.memory.io.report() if engine.memory.io is not None else None,
         "store": records.store.paths if records.store is not None else None,

@@ -10,8 +10,11 @@ memory between its uses. The phases of one call of a block:
     done       when the input that needs a gradient has it, or all parameters have (a first block, whose input needs none); then the
                slab is unbound, and once no call of the shard is open its grads are complete
 
-A single layer (embedding, head) is not recomputed: whatever it saves that is a view of the slab is stored as (offset, shape)
-and looked up again in the slab of that moment; everything else it saves is an activation that lives anyway.
+A single layer (embedding, head), or a block that `recompute` leaves out, is not recomputed: whatever it saves that is a view of
+the slab is stored as (offset, shape) and looked up again in the slab of that moment; everything else it saves lives until then.
+
+A model may checkpoint parts of itself. Inside a block that is a forward under a backward that has bound the shard; around a block
+it is a call within a backward, exact, and wasted, as the block is recomputed twice: one log line says so.
 
 [Note: when a call's backward is over] Autograd runs ready nodes latest-created first, and accumulates gradients into leaves
 before anything else. The first input that needs a gradient enters a call through a view made there, so that view's node is the
@@ -33,6 +36,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from zinf.activations import Activations, Away, Kept
 from zinf.errors import EngineError
 from zinf.schedule import Phase
 from zinf.shard import Shard
@@ -43,6 +47,7 @@ class Conductor(Protocol):
 
     micro_batch_size: int | None
     batch_size: int | None  # rows of the current forward's batch
+    activations: Activations
 
     def use(self, phase: Phase, shard: Shard) -> None:
         """Have the shard's newest weights in its slab, and start fetching what comes next."""
@@ -52,6 +57,9 @@ class Conductor(Protocol):
 
     def in_backward(self) -> None:
         """A backward is running: be told when it ends."""
+
+    def called_in_backward(self, shard: Shard) -> None:
+        """A module was called within a backward: the model checkpoints around it."""
 
 
 class Call:
@@ -134,22 +142,38 @@ class Call:
 class Inputs:
     """A call's arguments: alive in forward, then kept detached for the recompute. They must not change until then."""
 
-    def __init__(self, args: Any, name: str):
+    def __init__(self, args: Any, name: str, activations: Activations):
         self._live, self._kept, self._name = args, None, name
+        self._activations = activations
         self._versions = _versions(args)
+        self._moved: list[Kept] = []
 
     def keep(self) -> None:
         if _versions(self._live) != self._versions:
             raise EngineError(f"{self._name} changes its input in place, and would be recomputed from changed values: write x = x + y, or set recompute=False")
-        self._kept = tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t, self._live)
+        self._kept = tree_map(self._keep_one, self._live)
         self._live = None
+        self._versions = _versions(self._kept)
+
+    def _keep_one(self, t: Any) -> Any:
+        if not isinstance(t, torch.Tensor):
+            return t
+        kept = self._activations.keep(t, self._moved)
+        if kept is None:
+            return t.detach().requires_grad_(t.requires_grad)
+        self._moved.append(kept)
+        return Away(kept, t)
 
     def get(self) -> Any:
         if self._live is not None:
             return self._live
+        for kept in self._moved:
+            kept.start()
         if _versions(self._kept) != self._versions:
             raise EngineError(f"an input of {self._name} was changed in place before its recompute: write x = x + y, or set recompute=False")
-        return self._kept
+        if self._moved:
+            self._activations.ahead(self._moved[0].number)
+        return tree_map(lambda t: t.get(self._name) if isinstance(t, Away) else t, self._kept)
 
 
 def _versions(tree: Any) -> list[int]:
@@ -178,8 +202,8 @@ class Buffers:
                 m._buffers[name] = b_now
 
 
-def stream(module: nn.Module, shard: Shard, conductor: Conductor, recompute: bool) -> Callable[[], None]:
-    """Let `module` compute from `shard`; returns what undoes it."""
+def stream(module: nn.Module, shard: Shard, conductor: Conductor, block: bool, recompute: bool) -> Callable[[], None]:
+    """Let `module`, a block or a single layer, compute from `shard`; returns what undoes it."""
     own_forward = module.__dict__.get("forward")  # set on the instance by someone before us
     bare = module.forward
 
@@ -200,7 +224,7 @@ def stream(module: nn.Module, shard: Shard, conductor: Conductor, recompute: boo
     def train(*args: Any, **kwargs: Any) -> Any:
         call = Call(shard, conductor)
         args, kwargs = call.enter((args, kwargs))
-        out = _recomputed(call, module, forward, args, kwargs) if recompute else _looked_up(call, forward, args, kwargs)
+        out = _recomputed(call, module, forward, args, kwargs) if recompute else _looked_up(call, forward, args, kwargs, block)
         call.leave(out)
         return out
 
@@ -208,8 +232,10 @@ def stream(module: nn.Module, shard: Shard, conductor: Conductor, recompute: boo
         if not torch.is_grad_enabled():
             return evaluate(*args, **kwargs)
         _refuse_cache(module, kwargs)
+        if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+            conductor.called_in_backward(shard)
         rows, size = conductor.batch_size, conductor.micro_batch_size
-        if recompute and rows is not None and size is not None and rows > size:
+        if block and rows is not None and size is not None and rows > size:
             return in_micro_batches(train, args, kwargs, rows, size)
         return train(*args, **kwargs)
 
@@ -225,8 +251,8 @@ def stream(module: nn.Module, shard: Shard, conductor: Conductor, recompute: boo
 
 
 def _recomputed(call: Call, module: nn.Module, forward: Callable, args: Any, kwargs: Any) -> Any:
-    inputs, buffers = Inputs((args, kwargs), call.shard.name), Buffers(module)
     shard, conductor = call.shard, call._conductor
+    inputs, buffers = Inputs((args, kwargs), shard.name, conductor.activations), Buffers(module)
     in_forward = True
 
     def run() -> Any:
@@ -262,18 +288,26 @@ def _offset(t: Any, buffer: torch.Tensor) -> int | None:
     return offset if 0 <= offset < buffer.numel() and t.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() else None
 
 
-def _looked_up(call: Call, forward: Callable, args: Any, kwargs: Any) -> Any:
+def _looked_up(call: Call, forward: Callable, args: Any, kwargs: Any, block: bool) -> Any:
+    """Forward without recompute. A block may checkpoint a part of itself, which then runs again in backward: bind it for whatever is asked for."""
     shard = call.shard
     call._conductor.use(Phase.FORWARD, shard)
     buffer = shard.weights_buffer()
 
     def pack(t: torch.Tensor) -> Any:
         offset = _offset(t, buffer)
-        return t if offset is None else (offset, t.dtype, t.shape, t.stride())
+        if offset is None:  # detached: an output that kept its own graph would never die
+            return t.detach(), None if t.is_inference() else t._version
+        return offset, t.dtype, t.shape, t.stride()
 
     def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if len(packed) == 2:
+            t, version = packed
+            if version is not None and t._version != version:  # hooks take this check away from autograd
+                raise EngineError(f"{shard.name} saved a tensor of shape {tuple(t.shape)} for backward that was changed in place since: write x = x + y")
+            if block:
+                call.begin_backward()
+            return t
         call.begin_backward()
         offset, dtype, shape, stride = packed
         buffer = shard.weights_buffer()

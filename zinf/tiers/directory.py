@@ -22,6 +22,7 @@ log = logging.getLogger("zinf")
 
 LOCK = "lock"
 DATA = ("weights", "state", "frozen")  # the files of layout.place
+SCRATCH = ("grads", "activations")  # the files of scratch.Scratch: there for an instant, before they lose their names
 _SLACK = 8 << 20  # bytes a store may need beyond its data on each path: manifest, its successor, directory blocks
 _tmpfs_seen: set[str] = set()
 
@@ -93,7 +94,10 @@ def warn_if_memory(path: str) -> None:
         log.warning("%s is on %s: it spends the RAM it should save and is gone after a reboot; set nvme_path to a drive", path, kind)
 
 
-def check_space(needs: Mapping[str, int], freed: Mapping[str, int] | None = None) -> None:
+SMALLER_STORE = "choose or add another nvme_path, or set crash_safe: false (half the bytes, but a crash loses the store)"
+
+
+def check_space(needs: Mapping[str, int], freed: Mapping[str, int] | None = None, what: str = "the store", advice: str = SMALLER_STORE) -> None:
     """Refuse what does not fit. `needs`: bytes per path; `freed`: bytes that an overwritten store gives back.
 
     Paths on one filesystem share its free bytes.
@@ -110,8 +114,7 @@ def check_space(needs: Mapping[str, int], freed: Mapping[str, int] | None = None
         need = sum(needs[path] + _SLACK for path in paths)
         if need > free:
             raise StoreError(
-                f"the store needs {size(need)} on {', '.join(paths)}, and {size(free)} are free there ({need - free} bytes short): free some space, "
-                "choose or add another nvme_path, or set crash_safe: false (half the bytes, but a crash loses the store)"
+                f"{what} needs {size(need)} on {', '.join(paths)}, and {size(free)} are free there ({need - free} bytes short): free some space, {advice}"
             )
 
 
@@ -155,7 +158,7 @@ def disk_usage(path: str) -> int:
 
 def own_files() -> tuple[str, ...]:
     """Every name a store may use in its directory, in the order of removal: what makes it a store goes first, what marks it as ours last."""
-    return (manifest.MANIFEST, manifest.MANIFEST + manifest.TMP, *DATA, manifest.MEMBER + manifest.TMP, manifest.MEMBER)
+    return (manifest.MANIFEST, manifest.MANIFEST + manifest.TMP, *DATA, *SCRATCH, manifest.MEMBER + manifest.TMP, manifest.MEMBER)
 
 
 def empty(path: str) -> None:
