@@ -195,7 +195,9 @@ def test_evaluation_between_forward_and_backward_and_two_forwards(tmp_path, plac
 def test_a_graph_that_is_walked_twice(tmp_path, place):
     sums = []
     for walks in (1, 2):
-        with begin(tmp_path, Net(), device="sim", run_name=f"walks{walks}", gradient_accumulation_steps=walks, grad_accum_dtype="fp32", **PLACES[place]) as engine:
+        with begin(
+            tmp_path, Net(), device="sim", run_name=f"walks{walks}", gradient_accumulation_steps=walks, grad_accum_dtype="fp32", **PLACES[place]
+        ) as engine:
             loss = square(engine, 0)
             for walk in range(walks):
                 loss.backward(retain_graph=walk + 1 < walks)
@@ -233,7 +235,7 @@ def test_inputs_of_any_kind(tmp_path, place):
 @pytest.mark.parametrize("place", ["host", "nvme"])
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_device_memory_holds_a_handful_and_nothing_grows(tmp_path, place, device):
-    """At most AHEAD on their way out and the newest; or AHEAD on their way in and the one that is asked for."""
+    """In forward at most AHEAD on their way out and the newest; in backward AHEAD still on their way out, AHEAD coming, and one."""
     if (place, device) == ("host", "cpu"):
         pytest.skip("the same memory")
     blocks = 12
@@ -241,22 +243,23 @@ def test_device_memory_holds_a_handful_and_nothing_grows(tmp_path, place, device
     with begin(tmp_path, model, device=device, device_memory=SLABS, **PLACES[place]) as engine:
         for step in range(20):
             loss = square(engine, step)
-            gc.collect()
             assert model.alive() <= AHEAD + 1
             engine.backward(loss)
             engine.step()
             del loss
             report = engine.report()["activations"]
-            assert report["device_peak"] <= (AHEAD + 1) * HIDDEN
+            assert report["device_peak"] <= (2 * AHEAD + 1) * HIDDEN
             assert report[f"{place}_peak"] == blocks * HIDDEN
             assert report["device"] == report["host"] == report["nvme"] == 0
         counts = engine.stats()["counts"]
         assert counts["activation bytes out"] == 20 * blocks * HIDDEN  # each once
         assert 20 * (blocks - AHEAD - 1) * HIDDEN <= counts["activation bytes in"] <= 20 * blocks * HIDDEN
         assert model.alive() == 0
+    model = Net(blocks)
     with begin(tmp_path, model, run_name="stays", device=device, device_memory=SLABS, activations="device") as engine:
         loss = square(engine, 0)
         assert model.alive() == blocks
+        del loss
 
 
 def test_what_several_calls_keep_stays_on_the_device_once(tmp_path):
@@ -264,9 +267,9 @@ def test_what_several_calls_keep_stays_on_the_device_once(tmp_path):
     model.masked = True
     counts, report = same_as_oracle(tmp_path, model, device="sim", **PLACES["host"])
     mask = ROWS * WIDTH  # bytes; bool
-    assert counts["activation bytes out"] == 3 * (6 * HIDDEN + 2 * 4096)  # it went once in each step, before it was known to be shared
+    assert counts["activation bytes out"] == 3 * (6 * HIDDEN + mask)  # it went once in each step, before it was known to be shared
     assert counts["activation bytes in"] <= 3 * 6 * HIDDEN
-    assert report["device_peak"] <= (AHEAD + 1) * HIDDEN + 2 * mask
+    assert report["device_peak"] <= (2 * AHEAD + 1) * HIDDEN + mask
 
 
 def test_budgets_hold_and_what_has_no_room_is_said(tmp_path, caplog):
@@ -313,6 +316,8 @@ def test_an_error_of_the_disk(tmp_path, monkeypatch, kind, error, device, mode):
                     engine.backward(square(engine, step))
                 assert raised.value.errno == error and "activations" in str(raised.value.filename)
                 engine.zero_grad()
+                del raised  # its traceback holds the graph
+                gc.collect()
             engine.backward(square(engine, step))
             engine.step()
         assert_same(engine_snapshot(engine), oracle.snapshot())

@@ -65,7 +65,7 @@ class Kept:
         self._align = t.data_ptr() % 64  # bytes: kernels may round differently for another alignment
         self._source: torch.Tensor | None = t.detach()  # shares version and bytes; None once they are away
         self._changed = False
-        self._shared = False
+        self.shared = False
         self.home: Home | None = None
         self.leaving: Job | None = None
         self.coming: tuple[torch.Tensor, Job] | None = None
@@ -73,7 +73,7 @@ class Kept:
 
     def stay(self, t: torch.Tensor) -> None:
         """Another call keeps the same bytes: let them stay on the device."""
-        self._shared = True
+        self.shared = True
         if self._source is None:
             self._source = t.detach()
             self._owner.hold(self.nbytes)
@@ -90,15 +90,14 @@ class Kept:
         if job is None:
             return
         try:
-            with self._owner.trace.wait(Verb.OFFLOAD):
-                job.wait_over()
+            self._owner.settle(job, Verb.OFFLOAD)
         except BaseException:
             self._give_home()
             raise
         assert self._source is not None
         if self._source._version != self._version:
             self._changed = True
-        if self._shared:
+        if self.shared:
             self._give_home()
         else:
             self._source = None
@@ -131,8 +130,7 @@ class Kept:
         assert self.coming is not None
         (buffer, job), self.coming = self.coming, None
         self._owner.hold(-self.nbytes)  # from here on it is the recompute's
-        with self._owner.trace.wait(Verb.FETCH):
-            job.wait_over()
+        self._owner.settle(job, Verb.FETCH)
         return buffer
 
     def __del__(self) -> None:  # in any thread
@@ -251,15 +249,25 @@ class Activations:
         assert kept.home is not None and self._pipeline is not None
         return self._pipeline.submit(Job(self._items(kept.home, buffer, out=False), "fetch of an activation"))
 
+    def settle(self, job: Job, verb: Verb) -> None:
+        """Wait for a move; raises what it raised."""
+        assert self._pipeline is not None
+        try:
+            with self.trace.wait(verb):
+                job.wait_over()
+        except BaseException:
+            self._pipeline.error = None  # it is told now; its traceback would keep the graph
+            raise
+
     def ahead(self, number: int) -> None:
-        """Backward has come to the tensor of that number: start bringing those before it."""
+        """Backward has come to the tensor of that number: have those before it here, or coming."""
+        self._bury()
         found = 0
         for before in range(number - 1, max(number - 64, 0), -1):
             kept = self._by_number.get(before)
-            if kept is None or kept._source is not None:
-                continue
-            kept.start()
-            found += 1
+            if kept is not None and not kept.shared:
+                kept.start()
+                found += 1
             if found == AHEAD:
                 return
 
