@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zinf import layout
+from zinf.errors import ConfigError
 
 # Layers whose forward is called wherever their weight is used. Others may be used through their attributes alone.
 CALLED_LAYERS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.modules.conv._ConvNd, nn.MultiheadAttention)
@@ -41,13 +42,13 @@ def discover(model: nn.Module, blocks: Sequence[str] | None = None, leaf_bytes: 
         leaf_bytes: a layer outside of every block becomes a unit of its own from this many bytes on.
 
     Raises:
-        ValueError: a class in `blocks` does not occur in the model, or the model has no parameters.
+        ConfigError: a class in `blocks` does not occur in the model, or the model has no parameters.
     """
     first_names: dict[int, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         first_names.setdefault(id(p), name)
     if not first_names:
-        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to stream or to train")
+        raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to stream or to train")
     found = list(_blocks(model, blocks))
     inside = {id(m) for _, block in found for m in block.modules()}
     layers: list[tuple[str, nn.Module]] = [
@@ -65,13 +66,24 @@ def discover(model: nn.Module, blocks: Sequence[str] | None = None, leaf_bytes: 
     return [u for u in [*groups, root] if u.params]
 
 
+def check_model(model: nn.Module, streamed: bool) -> None:
+    """Is it a module, and does it have values (or a store has, if it was `streamed` into one)? Raises TypeError or ConfigError."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"zinf.Engine: expected an nn.Module, got {type(model).__name__}")
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.UninitializedParameter):
+            raise ConfigError(f"{name} is not initialised yet (a lazy module): run one batch through the model first")
+        if p.is_meta and not streamed:
+            raise ConfigError(f"{name} is on the meta device and has no values: load the model with zinf.from_pretrained, or materialise it")
+
+
 def _blocks(model: nn.Module, classes: Sequence[str] | None) -> Iterator[tuple[str, nn.Module]]:
     """The outermost blocks, (name, module), each module once."""
     if classes is not None:
         present = {type(m).__name__ for m in model.modules()}
         for c in classes:
             if c not in present:
-                raise ValueError(f"blocks names the class {c}, which does not occur in {type(model).__name__}; it has {', '.join(sorted(present))}")
+                raise ConfigError(f"blocks names the class {c}, which does not occur in {type(model).__name__}; it has {', '.join(sorted(present))}")
 
     def is_block(m: nn.Module) -> bool:
         if classes is not None:

@@ -33,7 +33,7 @@ from zinf.activations import Activations
 from zinf.checkpoint.saver import Saved, Saver
 from zinf.commit import Committer
 from zinf.config import Config, check_keys
-from zinf.discover import Unit, discover, layout_of
+from zinf.discover import Unit, check_model, discover, layout_of
 from zinf.errors import ConfigError, EngineError, NonFiniteError, StoreError
 from zinf.objects import Objects
 from zinf.optimizer import Optimizer, make_groups
@@ -68,6 +68,7 @@ class Engine:
         self, model: nn.Module, config: Config | None = None, *, param_groups: Sequence[dict[str, Any]] | None = None, resume: bool = False, **options: Any
     ):
         check_keys(Config, options, "zinf.Engine")
+        check_model(model, streamed=getattr(model, "zinf_origin", None) is not None)
         self.config = config = dataclasses.replace(config or Config(), **options)
         owner = getattr(model, "zinf_engine", None)
         if owner is not None and owner() is not None:
