@@ -110,6 +110,7 @@ class Config:
     keep_in_fp32: tuple[str, ...] | None = option(None, "classes or name patterns of modules kept in fp32; auto: what a transformers model asks for")
     step_mode: Literal["auto", "backward", "deferred"] = option("auto", "step a shard under the same backward, or under the next forward")
     # optimizer
+    trainable: tuple[str, ...] | None = option(None, 'names (patterns: "*" is all) of parameters that are frozen now and may be trained later')
     optimizer: Literal["adamw", "adam"] = option("adamw", "AdamW (decoupled weight decay) or Adam (L2)")
     lr: float = option(1e-5, "learning rate")
     betas: tuple[float, float] = option((0.9, 0.999), "decay of the two moments")

@@ -11,7 +11,8 @@ is the root, small, and stays on the device. Works on modules on the meta device
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import fnmatch
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -154,12 +155,33 @@ def dtype_name(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def layout_of(units: Sequence[Unit], chunk: int) -> layout.Model:
-    """The layout of units, a shard for each, in chunks of `chunk` elements: dtypes and trainability are the parameters' now.
+def may_train(model: nn.Module, patterns: Sequence[str] | None = None) -> frozenset[str]:
+    """The names of the parameters that want a gradient now, and of those that `patterns` (of fnmatch) say may want one later.
+
+    Raises:
+        ValueError: a pattern that fits no name.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    later = {pattern: fnmatch.filter(names, pattern) for pattern in patterns or ()}
+    for pattern, found in later.items():
+        if not found:
+            raise ValueError(f"trainable has the pattern {pattern}, which fits no parameter of {type(model).__name__}; it has {', '.join(names[:3])} ...")
+    return frozenset(name for name, p in model.named_parameters() if p.requires_grad).union(*later.values())
+
+
+def layout_of(units: Sequence[Unit], chunk: int, stateful: Collection[str] | None = None) -> layout.Model:
+    """The layout of units, a shard for each, in chunks of `chunk` elements: dtypes and shapes are the parameters' now.
+
+    Args:
+        stateful: names of the parameters that have optimizer state; None: of those that want a gradient.
 
     Raises:
         ValueError: a parameter without elements, or of a dtype that is not streamed; a chunk that is no multiple of a piece.
     """
     return layout.Model(
-        tuple(layout.make_shard(u.name, [(name, tuple(p.shape), dtype_name(p.dtype), p.requires_grad) for name, p in u.params]) for u in units), chunk
+        tuple(
+            layout.make_shard(u.name, [(n, tuple(p.shape), dtype_name(p.dtype), p.requires_grad if stateful is None else n in stateful) for n, p in u.params])
+            for u in units
+        ),
+        chunk,
     )

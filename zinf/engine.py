@@ -17,23 +17,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from zinf import buffers, layout, memory, precision, reading, rng, saves, scaling
+from zinf import buffers, guards, kvcache, layout, memory, precision, reading, rng, saves, scaling
 from zinf.activations import Activations
 from zinf.checkpoint.saver import Saved, Saver
 from zinf.commit import Committer
 from zinf.config import Config, check_keys
-from zinf.discover import Unit, check_model, discover, layout_of
+from zinf.discover import Unit, check_model, discover, layout_of, may_train
 from zinf.errors import ConfigError, EngineError, NonFiniteError, StoreError
 from zinf.objects import Objects
 from zinf.optimizer import Optimizer, make_groups
@@ -84,8 +83,10 @@ class Engine:
         self.origin = getattr(model, "zinf_origin", None)
         precision.keep_in_fp32(model, config.keep_in_fp32 or (), stored=self.origin is not None)
         self._units = discover(model, config.blocks, config.leaf_bytes)
-        self.layout = layout_of(self._units, config.chunk_size if self.origin is None else self.origin.chunk_size)
-        groups = make_groups(model, param_groups, config.weight_decay)
+        trained = may_train(model, config.trainable)
+        stateful = memory.stateful(self._units, trained, config, self.origin, resume)
+        self.layout = layout_of(self._units, config.chunk_size if self.origin is None else self.origin.chunk_size, stateful)
+        groups = make_groups(model, param_groups, config.weight_decay, trained)
         scaled = scaling.scales(config, self.layout)
         self.step_mode = _choose_step_mode(config, self.origin is not None or bool(config.nvme_path), scaled)
         self._scaler = scaling.LossScaler(config, scaled)
@@ -129,10 +130,12 @@ class Engine:
         conductor = weakref.proxy(self)
         again = recomputed(self._units, self.config.recompute, self.config.keep_last)
         self._undo.append(self._take_over.undo)
+        self._undo += kvcache.turn_off(self.module, [m for unit in self._units if unit.block for m in unit.modules])
         for shard, unit in zip(self.shards, self._units, strict=True):
-            for i, (r, _, p) in enumerate(shard.params):
-                if shard.spec.runs[r].trainable:
-                    self._undo.append(p.register_post_accumulate_grad_hook(_taker(weakref.ref(self._stepper), shard, i)).remove)
+            for i, (*_, p) in enumerate(shard.params):
+                if self.optimizer.steps(p):
+                    with _wanting_grad(p):
+                        self._undo.append(p.register_post_accumulate_grad_hook(_taker(weakref.ref(self._stepper), shard, i)).remove)
             for module in unit.modules:
                 self._undo.append(stream(module, shard, conductor, unit.block, again[shard.index]))
             if shard is self.memory.root:
@@ -143,7 +146,7 @@ class Engine:
                 shard.make_placeholders()
         pre = self.module.register_forward_pre_hook(_weak(self._begin_forward), with_kwargs=True)
         post = self.module.register_forward_hook(_weak(self._end_forward), always_call=True)
-        self._undo += [pre.remove, post.remove]
+        self._undo += [pre.remove, post.remove, *guards.install(self.module, _weak(self.load_state_dict))]
 
     # -- what a training loop calls -----------------------------------------------------------------------------------------
 
@@ -304,13 +307,36 @@ class Engine:
 
     # -- reading ------------------------------------------------------------------------------------------------------------
 
-    def gather(self, params: str | nn.Parameter | Sequence[str | nn.Parameter]) -> contextlib.AbstractContextManager[None]:
-        """Have the values of `params` (names or parameters) in memory, for reading, within a with block. Their whole shards come."""
-        return reading.gather(self, params)
+    def gather(self, params: str | nn.Parameter | Iterable[str | nn.Parameter], write: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Have the values of `params` (names or parameters) in memory within a with block. Their whole shards come.
+
+        Args:
+            write: take what the block makes of the values, in place, as the new weights once it ends; moments and step counts stay.
+                An element that the block leaves as it is keeps all digits of its fp32 master; one that it changes gets exactly
+                the new value. An exception in the block undoes it all. Blocks within one another end with the outermost.
+
+        Raises:
+            EngineError: between a backward that has stepped some shards and its step; values changed without `write`; frozen
+                parameters to be written, whose only copy a commit needs.
+        """
+        return reading.gather(self, params, write)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All weights and buffers in memory, under the model's names. For models that fit; others use save_pretrained."""
         return reading.state_dict(self)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
+        """Take weights and buffers from `state`, under the model's names, one shard after the other; `model.load_state_dict` is the same.
+
+        As under gather(write=True); what is given in fp32 goes into the fp32 master exactly.
+
+        Returns:
+            (missing_keys, unexpected_keys) as nn.Module.load_state_dict.
+
+        Raises:
+            RuntimeError: shapes that differ, and with `strict` names; nothing was loaded.
+        """
+        return reading.load_state_dict(self, state, strict)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000, dtype: str | None = None) -> None:
         """Write a Hugging Face checkpoint of the weights as they are now, streamed: safetensors, config, tokenizer.
@@ -445,7 +471,7 @@ class Engine:
                 self._learn()
             elif len(self._trained) > 64 * len(self.shards):
                 self._trained.clear()  # forwards that no backward follows are no cycle
-            kwargs = _without_cache(module, kwargs)
+            kvcache.refuse(kwargs)
         else:
             self._evaluated = []
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.dim()]
@@ -581,15 +607,6 @@ def _choose_step_mode(config: Config, on_nvme: bool, scaled: bool) -> str:
     return "backward" if undoable and config.max_grad_norm is None and not scaled else "deferred"
 
 
-def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A forward with a graph keeps no KV cache: recompute would fill it twice and silently change gradients."""
-    if kwargs.get("use_cache"):
-        raise EngineError(
-            "use_cache=True in training: recompute would fill the cache twice and change gradients; pass use_cache=False, or generate under torch.no_grad()"
-        )
-    return {**kwargs, "use_cache": False} if "use_cache" in inspect.signature(type(module).forward).parameters else kwargs
-
-
 def _plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, type(None))) or (isinstance(value, (list, tuple)) and all(map(_plain, value)))
 
@@ -603,6 +620,17 @@ def _weak(method: Any) -> Callable[..., Any]:
         return bound(*args, **kwargs) if bound is not None else None
 
     return call
+
+
+@contextlib.contextmanager
+def _wanting_grad(p: nn.Parameter) -> Iterator[None]:
+    """Hooks for gradients are only taken by what wants one; a parameter that is frozen for now may later."""
+    wants = p.requires_grad
+    p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        p.requires_grad_(wants)
 
 
 def _taker(stepper: weakref.ref[Stepper], shard: Shard, i: int) -> Callable[[nn.Parameter], None]:

@@ -20,12 +20,14 @@ from zinf.aio import IoEngine, open_engine
 from zinf.checkpoint import ModuleSource, import_tensors
 from zinf.config import Config
 from zinf.discover import Unit
+from zinf.errors import ConfigError, StoreError
 from zinf.grads import Grads
 from zinf.owners import Owners, Unwatched
 from zinf.pipeline import Pipeline
 from zinf.placement import Plan, Request, Tier
 from zinf.shard import Parts, Shard
 from zinf.slabs import Slab, Slabs
+from zinf.tiers import manifest
 from zinf.tiers.device import Device, open_device
 from zinf.tiers.host import Arena
 from zinf.tiers.nvme import Store
@@ -43,6 +45,7 @@ class Origin(Protocol):
     """How a model that was streamed into a store says where it is (zinf.hf.loading)."""
 
     paths: Sequence[str]
+    stateful: frozenset[str]  # names of the parameters that have optimizer state in it
 
 
 @dataclasses.dataclass
@@ -95,6 +98,35 @@ def roles(units: Sequence[Unit]) -> tuple[int | None, list[int]]:
 def plan_for(model: layout.Model, units: Sequence[Unit], config: Config, on_nvme: bool, direct: bool, mode: str) -> Plan:
     """What goes where. Raises BudgetError; allocates nothing."""
     return placement.plan(model, request(config, on_nvme, direct, mode), *roles(units))
+
+
+def stateful(units: Sequence[Unit], trained: frozenset[str], config: Config, origin: Origin | None, resume: bool) -> frozenset[str]:
+    """The names of the parameters that have optimizer state: those that may be trained, and what else the store has state for already.
+
+    Raises:
+        ConfigError: the model's store has no state for one that is to be trained.
+    """
+    if origin is None:
+        there = _stateful_in(store_paths(config)) if resume else frozenset()
+        return trained | (there & {name for unit in units for name, _ in unit.params})
+    missing = sorted(trained - origin.stateful)
+    if missing:
+        raise ConfigError(
+            f"{missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)} should be trained, and the store at {origin.paths[0]} has no optimizer state "
+            "for it: import the model with a from_pretrained(trainable=...) that says so"
+        )
+    return origin.stateful
+
+
+def _stateful_in(paths: Sequence[str]) -> frozenset[str]:
+    """What the store that stands at `paths` has state for; nothing, if none can be read: opening it will say why."""
+    for path in paths:
+        try:
+            model = manifest.load(path).model
+        except (OSError, StoreError):
+            continue
+        return frozenset(p.name for shard in model.shards for run in shard.runs if run.trainable for p in run.params)
+    return frozenset()
 
 
 def store_paths(config: Config) -> list[str]:

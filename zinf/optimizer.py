@@ -8,7 +8,7 @@ uses the learning rate of its own time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,25 +53,29 @@ class Optimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def steps(self, p: nn.Parameter) -> bool:
+        """Is `p` in a group, so that it may be stepped?"""
+        return id(p) in self._group_of
+
     def hyper(self, p: nn.Parameter) -> Hyper:
         """The hyperparameters of `p` as they are now."""
         g = self._group_of[id(p)]
         return Hyper(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]), self._decoupled)
 
 
-def make_groups(model: nn.Module, groups: Sequence[dict[str, Any]] | None, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups over all trainable parameters of `model`.
+def make_groups(model: nn.Module, groups: Sequence[dict[str, Any]] | None, weight_decay: float, trained: Collection[str]) -> list[dict[str, Any]]:
+    """Parameter groups over the parameters of `model` that may be trained, which `trained` names.
 
-    None puts them all in one. Given groups (as for torch.optim) must cover the trainable parameters exactly once.
+    None puts them all in one. Given groups (as for torch.optim) must cover them exactly once.
 
     Raises:
         ConfigError: a trainable parameter is missing or there twice, or one is not the model's or is frozen.
     """
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    names = {id(p): name for name, p in model.named_parameters() if name in trained}
     if not names:
         raise ConfigError(f"all parameters of {type(model).__name__} are frozen: there is nothing to train; set requires_grad on some")
     if groups is None:
-        return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
+        return [{"params": [p for name, p in model.named_parameters() if name in trained], "weight_decay": weight_decay}]
     seen: set[int] = set()
     for group in groups:
         group["params"] = list(group["params"])

@@ -71,10 +71,15 @@ class Unbound(nn.Parameter):
         if name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if name == "detach":  # state_dict() and the like: names, shapes and dtypes are true, values are not there
+            with torch._C.DisableTorchFunctionSubclass():
+                out = func(*args, **(kwargs or {})).as_subclass(UnboundTensor)
+            out.zinf_name = args[0].zinf_name
+            return out
         if name == "__repr__":
             p = args[0]
-            return f"Parameter {p.zinf_name} of shape {tuple(p.shape)}, {p.dtype}, streamed"
-        owner = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Unbound)), None)
+            return f"{p.zinf_name} of shape {tuple(p.shape)}, {p.dtype}, streamed"
+        owner = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, (Unbound, UnboundTensor))), None)
         which = owner.zinf_name if owner is not None else "a parameter"
         if owner is not None and owner.__dict__.get("zinf_closed"):
             raise EngineError(f"{which} was used after its engine was closed, and its values are in the store: build an engine again with resume=True")
@@ -82,6 +87,13 @@ class Unbound(nn.Parameter):
             f"{which} was used ({name.removesuffix('.__get__')}) outside its shard's forward, where its values are not in memory: "
             f"read it under engine.gather({which!r}), or save through engine.save_pretrained or engine.state_dict"
         )
+
+
+class UnboundTensor(torch.Tensor):
+    """An Unbound parameter without its graph: what model.state_dict() has of it."""
+
+    zinf_name: str
+    __torch_function__ = Unbound.__torch_function__
 
 
 # Attributes and methods that tell about a tensor without reading its values.
@@ -113,6 +125,8 @@ class Shard:
         self.job: Job | None = None
         self.calls: weakref.WeakSet[Any] = weakref.WeakSet()  # calls with a graph (streaming.Call), until their graph dies
         self._uploads: list[Event] = []
+        self.edited = False  # a gather block may write to it
+        self.versions: list[int] = []  # of the parameters, when they were bound or edited last
         self._views: tuple[int, list[torch.Tensor]] = (-2, [])  # of the slab with this index
         self._placeholders = [_placeholders(DTYPES[spec.runs[r].dtype], p.shape) for r, p, _ in self.params]
         for _, spec_p, p in self.params:
@@ -210,6 +224,17 @@ class Shard:
         for (*_, p), view, cls in zip(self.params, self._weights_views(), self._classes, strict=True):
             p.__class__ = cls
             p.data = view
+        self.note_values()
+
+    def note_values(self) -> None:
+        """The values of the bound parameters are those of the weights now."""
+        self.versions = [p._version for *_, p in self.params]
+
+    def check_values(self) -> None:
+        """Raise EngineError if a bound parameter was changed in place by someone: the master does not know of it."""
+        for (*_, spec, p), version in zip(self.params, self.versions, strict=True):
+            if p._version != version and not self.edited:
+                raise EngineError(f"{spec.name} was changed in place, which its fp32 master does not see: change it under engine.gather(..., write=True)")
 
     def _check_slab(self, use: str) -> None:
         if self._computed_from is not None:
@@ -217,6 +242,7 @@ class Shard:
 
     def check_bound(self) -> None:
         """Raise EngineError if a bound parameter computes from other memory than the slab: a step would not reach it."""
+        self.check_values()
         for (*_, spec, p), view in zip(self.params, self._weights_views(), strict=True):
             if p.data_ptr() != view.data_ptr() or p.dtype is not view.dtype:
                 raise EngineError(f"{spec.name} was moved or cast (model.to, half, float) after the engine was built: do that before, and build a new one")

@@ -138,8 +138,8 @@ class Stepper:
         self._took = True
         open_calls = [call for call in shard.calls if not call.over]
         if open_calls and not any(call.entered for call in open_calls):
-            # No input of these calls needs a gradient, so only the parameters tell their end: each gives once in every call.
-            if all(grads.counts[k] >= len(shard.calls) for k in grads.trainable):
+            # No input of these calls needs a gradient, so only the parameters tell their end: each gives once in every call that trains it.
+            if all(grads.counts[k] >= sum(call.trains[k] for call in shard.calls) for k in grads.trainable):
                 for call in open_calls:
                     call.finish()
 
@@ -220,9 +220,12 @@ class Stepper:
             raise self.parts.stepper.error
         self.check_complete()
         for shard in self.shards:
-            for r, spec, p in shard.params:
-                if p.requires_grad and not shard.spec.runs[r].trainable:
-                    raise EngineError(f"{spec.name} was frozen when the engine was built and has no optimizer state: unfreeze it before zinf.Engine(model)")
+            for _, spec, p in shard.params:
+                if p.requires_grad and not self.optimizer.steps(p):
+                    raise EngineError(
+                        f"{spec.name} was frozen when the engine was built and has no optimizer state: name it in zinf.Engine(model, trainable=...), "
+                        "or unfreeze it before"
+                    )
         waiting = [g for g in self.grads.of if (g.waiting and not g.assigned) or g.shard.index in self._early]
         if not waiting:
             raise EngineError("step without grads: call engine.backward(loss) first, with a loss that depends on trainable parameters")

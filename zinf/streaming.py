@@ -71,6 +71,7 @@ class Call:
         self.entered = False  # an input needs a gradient, and tells when the call's backward is over
         self.over = False
         self.bound = False
+        self.trains = [p.requires_grad for *_, p in shard.params]  # it may change before the backward
 
     def enter(self, tree: Any) -> Any:
         """The call's arguments, the first tensor that needs a gradient replaced by a view. See [Note: when a call's backward is over]."""
@@ -111,7 +112,7 @@ class Call:
         self._conductor.use(Phase.BACKWARD, self.shard)
         if self.shard.steps != self.steps:
             raise EngineError(
-                f"{self.shard.name} was stepped between a forward and its backward, which would compute gradients of other weights: "
+                f"{self.shard.name} was stepped or edited between a forward and its backward, which would compute gradients of other weights: "
                 "call backward for every forward before step()"
             )
         self.shard.bind()
@@ -202,6 +203,24 @@ class Buffers:
                 m._buffers[name] = b_now
 
 
+class Flags:
+    """Which parameters of a module want a gradient: a recompute must make the graph of the forward, whatever was frozen or not since then."""
+
+    def __init__(self, module: nn.Module):
+        self._before = [(p, p.requires_grad) for p in module.parameters()]
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        changed = [(p, wanted) for p, wanted in self._before if p.requires_grad is not wanted]
+        for p, wanted in changed:
+            p.requires_grad_(wanted)
+        try:
+            yield
+        finally:
+            for p, wanted in changed:
+                p.requires_grad_(not wanted)
+
+
 def stream(module: nn.Module, shard: Shard, conductor: Conductor, block: bool, recompute: bool) -> Callable[[], None]:
     """Let `module`, a block or a single layer, compute from `shard`; returns what undoes it."""
     own_forward = module.__dict__.get("forward")  # set on the instance by someone before us
@@ -252,7 +271,7 @@ def stream(module: nn.Module, shard: Shard, conductor: Conductor, block: bool, r
 
 def _recomputed(call: Call, module: nn.Module, forward: Callable, args: Any, kwargs: Any) -> Any:
     shard, conductor = call.shard, call._conductor
-    inputs, buffers = Inputs((args, kwargs), shard.name, conductor.activations), Buffers(module)
+    inputs, buffers, flags = Inputs((args, kwargs), shard.name, conductor.activations), Buffers(module), Flags(module)
     in_forward = True
 
     def run() -> Any:
@@ -262,7 +281,9 @@ def _recomputed(call: Call, module: nn.Module, forward: Callable, args: Any, kwa
         else:
             call.begin_backward()
         a, k = inputs.get()
-        with contextlib.nullcontext() if in_forward else buffers.as_before():
+        if in_forward:
+            return forward(*a, **k)
+        with buffers.as_before(), flags.as_before():
             return forward(*a, **k)
 
     del args, kwargs

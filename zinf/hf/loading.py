@@ -49,6 +49,7 @@ class Origin:
     folder: str
     paths: tuple[str, ...]  # the store's directories
     chunk_size: int  # elements
+    stateful: frozenset[str]  # parameters that have optimizer state in the store
     names: dict[str, Where]  # parameter -> its place in exported files, in their order
     buffers: dict[str, str]  # persistent buffer -> its name in exported files
     files: tuple[str, ...]  # to be copied at save, relative to the folder
@@ -276,7 +277,8 @@ def from_pretrained(
         load_buffers(model, source, names)
         if resume:
             plan = _reuse(paths, plan, chunk_size is None, backend)
-        origin = Origin(folder, tuple(paths), plan.chunk, names.save, names.buffers, extra_files(folder))
+        stateful = frozenset(p.name for shard in plan.shards for run in shard.runs if run.trainable for p in run.params)
+        origin = Origin(folder, tuple(paths), plan.chunk, stateful, names.save, names.buffers, extra_files(folder))
         if not resume:
             _import(plan, source, origin, crash_safe, overwrite, backend, progress)
     make_placeholders(model)
