@@ -45,7 +45,7 @@ LAYERS = [
     {"memory", "editing"},
     {"stepping", "report", "reading", "saves"},
     {"engine"},
-    {"hf", "integrations", "planner", "data", "train", "cli", "__main__"},
+    {"hf", "integrations", "planner", "data", "loader", "train", "cli", "__main__"},
 ]
 # Beside that, from its own layer:
 SIDEWAYS = {
@@ -62,6 +62,7 @@ SIDEWAYS = {
     "precision": {"errors"},
     "scaling": {"errors"},
     "integrations": {"hf"},
+    "loader": {"data"},
     "train": {"data", "hf"},
     "cli": {"train", "data", "hf", "planner", "integrations"},
     "__main__": {"cli"},

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zinf.engine import Engine
     from zinf.errors import BudgetError, CheckpointError, ConfigError, EngineError, IntegrityError, NonFiniteError, StoreError, ZinfError
     from zinf.hf.loading import from_pretrained
+    from zinf.loader import ResumableLoader
 
 __all__ = [
     "BudgetError",
@@ -36,13 +37,14 @@ __all__ = [
     "EngineError",
     "IntegrityError",
     "NonFiniteError",
+    "ResumableLoader",
     "StoreError",
     "ZinfError",
     "__version__",
     "from_pretrained",
 ]
 
-_HOMES = {"Engine": "zinf.engine", "from_pretrained": "zinf.hf.loading", "Config": "zinf.config"}
+_HOMES = {"Engine": "zinf.engine", "from_pretrained": "zinf.hf.loading", "Config": "zinf.config", "ResumableLoader": "zinf.loader"}
 _HOMES.update((name, "zinf.errors") for name in __all__ if name.endswith("Error"))
 
 

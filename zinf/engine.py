@@ -517,7 +517,8 @@ class Engine:
         if self._late is not None:
             (step, payload), self._late = self._late, None
             if self.objects.late:
-                payload["engine"]["groups"] = self._groups()
+                if self.objects.schedules:
+                    payload["engine"]["groups"] = self._groups()
                 payload["objects"].update(self.objects.capture(late=True))
             self._committer.ask(step, payload)
 
@@ -543,7 +544,11 @@ class Engine:
         self._rng = state["rng"]
 
     def restore_rng(self) -> None:
-        """Set the random number generators of python, numpy and torch to the resumed commit's. No-op if nothing was resumed."""
+        """Set the random number generators of python, numpy, torch and its devices to the resumed commit's. No-op if nothing was resumed.
+
+        They are those of the end of step(). After something that draws from them between two steps and is not repeated by a resumed
+        loop, such as sampling in an evaluation, call `commit`, which takes them anew.
+        """
         if getattr(self, "_rng", None) is not None:
             rng.restore(self._rng)
 

@@ -39,6 +39,11 @@ class Objects:
         """Is there one that is looked at when the model is used again?"""
         return any(late for _, late in self._objects.values())
 
+    @property
+    def schedules(self) -> bool:
+        """Is there a late one that moves the learning rate?"""
+        return any(late and hasattr(obj, "optimizer") for obj, late in self._objects.values())
+
     def add(self, name: str, obj: Any, late: bool | None) -> bool:
         """Register `obj`. True if there was a state for it, which it now has. See Engine.register."""
         if name in self._objects and self._objects[name][0] is not obj:
