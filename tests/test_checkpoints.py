@@ -329,9 +329,14 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
             e.save_checkpoint(tmp_path / "saved", "mine")
         with pytest.raises(StoreError, match="is no checkpoint"):  # least of all a live store
             e.save_checkpoint(tmp_path / "b/drive0", "run")
+        with e.gather("0.0.weight", write=True):
+            with pytest.raises(EngineError, match="save_checkpoint within a gather block"):
+                e.save_checkpoint(tmp_path / "saved")
+            with pytest.raises(EngineError, match="load_checkpoint within a gather block"):
+                e.load_checkpoint(tmp_path / "saved", "before")
         graph = forward(e, 0)
         e.load_checkpoint(tmp_path / "saved", "before")
-        with pytest.raises(EngineError, match="stepped between a forward and its backward"):
+        with pytest.raises(EngineError, match="between a forward and its backward"):
             e.backward(graph)
     assert sorted(os.listdir(tmp_path / "saved")) == ["before", "dropped", "latest", "mine"]
 

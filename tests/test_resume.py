@@ -58,7 +58,7 @@ CASES = {
     "lr by hand": dict(by_hand=True),
     "evaluation": dict(evaluate=2, dropout=0.2),
     "frozen": dict(frozen=True, dtype="fp32", dropout=0.2),
-    "fp16": dict(dtype="fp16", dropout=0.2),
+    "fp16": dict(dtype="fp16", dropout=0.2, engine=dict(loss_scale_window=2, hysteresis=1)),
 }
 
 

@@ -39,6 +39,7 @@ def save(engine: Engine, folder: str | os.PathLike[str], tag: str | None, extra:
     folder, step = os.path.abspath(os.fspath(folder)), engine.global_step
     tag = tags.check(f"step-{step}" if tag is None else tag)
     engine._check_whole()
+    _check_not_gathered(engine, "save_checkpoint")
     if engine._stepper.summed:
         raise EngineError("save_checkpoint between a backward and its step: grads are not saved: call step() first, or zero_grad() to drop them")
     engine.commit(extra)
@@ -47,6 +48,11 @@ def save(engine: Engine, folder: str | os.PathLike[str], tag: str | None, extra:
     if wait:
         saved.wait()
     return saved
+
+
+def _check_not_gathered(engine: Engine, what: str) -> None:
+    if engine.gathered:
+        raise EngineError(f"{what} within a gather block, which may be writing to the weights: end the block first")
 
 
 def content(engine: Engine) -> dict[str, Any]:
@@ -59,6 +65,7 @@ def content(engine: Engine) -> dict[str, Any]:
 def load(engine: Engine, folder: str | os.PathLike[str], tag: str | None, weights_only: bool, rng: bool) -> dict[str, Any]:
     """See Engine.load_checkpoint."""
     engine._check_usable(idle=True)
+    _check_not_gathered(engine, "load_checkpoint")
     path = tags.find(os.fspath(folder), tag)
     records = engine.memory.parts.records
     engine._saver.finish()
