@@ -6,8 +6,12 @@ Two buffers for a shard, both in the layout of its trainable runs:
     host   the sum over the backwards of one step, in host memory
 
 Where compute reads host memory, both have the same dtype and it is the first backward, the pass lands in the host buffer
-itself and nothing is copied. The order of additions is fixed (calls as backward makes them, then passes), so every device and
-every placement gives the same bits.
+itself and nothing is copied. The order of additions is fixed (calls as backward makes them: the last micro-batch first, a tied
+head before its embedding; then passes), so every device and every placement gives the same bits.
+
+`grad_accum_dtype` is the dtype of both: that of the weights (each sum is rounded to it, as torch's .grad is), or fp32. Autograd hands
+over each call's gradient in the weights' dtype in any case. With fp32 and no micro-batches only the host's sum is wide: the
+pass is then what .grad would be, and half as many bytes cross.
 
 A parameter that got no gradient in any backward of the step is not `seen`: its elements are zero for the norm, and the step
 leaves it alone, as torch's optimizers leave a parameter whose grad is None.
@@ -164,7 +168,7 @@ class Grads:
         self.host_wide, self.pass_wide = host_wide, pass_wide
         parts = shards[0].parts
         self.owners = parts.owners
-        self.lands_in_host = plan.pass_buffers == 0
+        self.lands_in_host = parts.device.direct and pass_wide == host_wide
         self.staging: torch.Tensor | None = None
         self._host_slots: Slots | None = None
         trainable = [s for s in shards if s.spec.trainable]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from zinf import layout, ops, placement
+from zinf import layout, ops, placement, precision
 from zinf.activations import Activations
 from zinf.aio import IoEngine, open_engine
 from zinf.checkpoint import ModuleSource, import_tensors
@@ -83,6 +83,7 @@ def request(config: Config, on_nvme: bool, direct: bool, mode: str) -> Request:
         grads_wide=wide,
         pass_wide=wide and config.micro_batch_size is not None,
         grads_wait=mode == "deferred" or config.gradient_accumulation_steps > 1,
+        several=config.gradient_accumulation_steps > 1,
         lookahead=LOOKAHEAD,
         state_slots=STATE_SLOTS,
         activations=config.activations,
@@ -96,7 +97,8 @@ def roles(units: Sequence[Unit]) -> tuple[int | None, list[int]]:
 
 
 def plan_for(model: layout.Model, units: Sequence[Unit], config: Config, on_nvme: bool, direct: bool, mode: str) -> Plan:
-    """What goes where. Raises BudgetError; allocates nothing."""
+    """What goes where. Raises BudgetError and ConfigError; allocates nothing."""
+    precision.check_sums(config.grad_accum_dtype, [run.dtype for shard in model.shards for run in shard.runs if run.trainable])
     return placement.plan(model, request(config, on_nvme, direct, mode), *roles(units))
 
 

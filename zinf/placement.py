@@ -42,6 +42,7 @@ class Request:
     grads_wide: bool = False  # grads wait in host memory in fp32
     pass_wide: bool = False  # the grads of one backward are summed in fp32
     grads_wait: bool = True  # all grads wait for the norm (or for more backwards), else each shard's only for its step
+    several: bool = False  # several backwards make a step
     lookahead: int = 2  # shards fetched ahead of compute
     state_slots: int = 8  # chunks of state in flight
     activations: str = "auto"  # auto | device | host | nvme
@@ -70,7 +71,7 @@ class Plan:
     weights_slots: int
     grad_buffers: int  # shared buffers for grads; 0: each shard has its own
     grads_staging: int  # bytes of host memory where grads arrive that are to be added to others
-    pass_buffers: int  # shared device buffers for the grads of one backward; 0: they land in host grads directly
+    pass_buffers: int  # shared device buffers for the grads of one backward; 0: they all land in host grads directly
     host: dict[str, int]
     device: dict[str, int]
     activations: Tier = Tier.DEVICE  # where boundary activations go first
@@ -197,8 +198,8 @@ def _host_minimum(model: layout.Model, request: Request, own: set[int]) -> dict[
 
 
 def _pass_buffers(model: layout.Model, request: Request, own: set[int]) -> tuple[int, int]:
-    """Buffers for the grads of one backward where they cannot land in the host's: (how many are shared, bytes of all)."""
-    if request.direct and request.pass_wide == request.grads_wide:
+    """Buffers for the grads of one backward where they cannot (or not all) land in the host's: (how many are shared, bytes of all)."""
+    if request.direct and request.pass_wide == request.grads_wide and not request.several:
         return 0, 0
     nbytes = [s.grads_nbytes(request.pass_wide) for s in model.shards]
     largest = max((n for i, n in enumerate(nbytes) if i not in own), default=0)

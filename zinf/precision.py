@@ -95,3 +95,12 @@ def _asked_by(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             if t is not None and pattern.search(full):
                 found[full] = t
     return found
+
+
+def check_sums(grad_accum_dtype: str, trained: Sequence[str]) -> None:
+    """Raise ConfigError if gradients cannot be summed in this dtype beside weights of the dtypes `trained`."""
+    if grad_accum_dtype not in ("auto", "fp32", *trained):
+        have = "/".join(dict.fromkeys(trained))
+        raise ConfigError(
+            f"grad_accum_dtype is {grad_accum_dtype}, but the weights are {have}: gradients are summed in their dtype or in fp32; set fp32, or auto"
+        )
