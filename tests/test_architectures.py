@@ -10,7 +10,7 @@ import torch
 from models import LEAF_BYTES
 from oracle import Oracle, assert_same, engine_snapshot
 from torch import nn
-from zoo import ROWS, Row
+from zoo import GENERATING, ROWS, Row, floats, tokens
 
 from zinf.config import Config
 from zinf.discover import discover, layout_of
@@ -83,3 +83,14 @@ def test_trains_like_plain_pytorch(tmp_path, name, device):
         assert_same(engine_snapshot(engine), snapshot)
         for key, value in model.named_buffers():
             assert torch.equal(value, buffers[key]), key
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_generates_like_plain_pytorch(tmp_path, name):
+    """With the cache of its architecture."""
+    plain, model = ROWS[name].build().eval(), ROWS[name].build().eval()
+    prompt = dict(input_features=floats(0, 2, 8, 32)) if name == "whisper" else dict(input_ids=tokens(0)[:, :6])
+    options = dict(OPTIONS, **NVME, device_memory=tight(model))
+    want = plain.generate(**prompt, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=0)
+    with Engine(model, nvme_path=str(tmp_path), **options):
+        assert torch.equal(model.generate(**prompt, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=0), want)

@@ -418,3 +418,67 @@ ROWS |= {
         lambda m, s: m(floats(s, *SHAPES[s % 3], 64)).float().square().mean(),
     ),
 }
+
+
+class Normalised(nn.Module):
+    """Weights computed in forward from other parameters, in the old way (hooks) and the new one (parametrizations), and a state that forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+        self.b = nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64))
+        self.c = nn.utils.spectral_norm(nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+class Recurrent(nn.Module):
+    """A cell in a loop, as often as the batch is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+            out.append(h)
+        return x + torch.stack(out, 1)
+
+
+ROWS |= {
+    "weight and spectral norm": Row(lambda: nn.Sequential(*[Normalised() for _ in range(4)]), output),
+    "cells in a loop": Row(lambda: nn.Sequential(*[Recurrent() for _ in range(4)]), lambda m, s: m(floats(s, *SHAPES[s % 3], 64)).float().square().mean()),
+    "gemma4": Row(
+        causal(
+            hf.Gemma4TextConfig,
+            head_dim=16,
+            global_head_dim=16,
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            sliding_window=8,
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=8,
+            num_kv_shared_layers=2,
+        ),
+        lm,
+    ),  # a second embedding table; K/V shared by layers through a dictionary
+}
+
+GENERATING = (
+    "llama",
+    "gemma3n",
+    "gemma4",
+    "gpt2 with dropout",
+    "bloom",
+    "falcon",
+    "deepseek-v3",
+    "qwen3-next",
+    "mamba",
+    "mamba2",
+    "falcon-h1",
+    "t5",
+    "whisper",
+)

@@ -83,6 +83,8 @@ class Unbound(nn.Parameter):
         which = owner.zinf_name if owner is not None else "a parameter"
         if owner is not None and owner.__dict__.get("zinf_closed"):
             raise EngineError(f"{which} was used after its engine was closed, and its values are in the store: build an engine again with resume=True")
+        if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
+            raise EngineError(f"the gradient of {which} was asked of autograd, but goes to the engine: call engine.backward(loss), without inputs")
         raise EngineError(
             f"{which} was used ({name.removesuffix('.__get__')}) outside its shard's forward, where its values are not in memory: "
             f"read it under engine.gather({which!r}), or save through engine.save_pretrained or engine.state_dict"
@@ -94,6 +96,23 @@ class UnboundTensor(torch.Tensor):
 
     zinf_name: str
     __torch_function__ = Unbound.__torch_function__
+
+
+class Bound(nn.Parameter):
+    """What a parameter is in its shard's forward. Takes note of who gets `data`, as what is written through that is seen nowhere else."""
+
+    zinf_shard: Callable[[], Shard | None]
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        shown = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        if (shard := self.zinf_shard()) is not None:
+            shard.note_shown(self, shown)
+        return shown
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
 
 # Attributes and methods that tell about a tensor without reading its values.
@@ -127,6 +146,7 @@ class Shard:
         self._uploads: list[Event] = []
         self.edited = False  # a gather block may write to it
         self.versions: list[int] = []  # of the parameters, when they were bound or edited last
+        self._shown: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []  # whose `data` was taken since bind: what it is, what it was
         self._views: tuple[int, list[torch.Tensor]] = (-2, [])  # of the slab with this index
         self._placeholders = [_placeholders(DTYPES[spec.runs[r].dtype], p.shape) for r, p, _ in self.params]
         for _, spec_p, p in self.params:
@@ -134,6 +154,7 @@ class Shard:
             p.__dict__.setdefault("zinf_class", type(p))  # an engine before this one may have left it Unbound
             p.__dict__.pop("zinf_closed", None)
         self._classes = [p.__dict__["zinf_class"] for *_, p in self.params]
+        self._bound_classes = self._classes
 
     # -- fetch ----------------------------------------------------------------------------------------------------------
 
@@ -213,17 +234,17 @@ class Shard:
 
     # -- bind -------------------------------------------------------------------------------------------------------------
 
-    def bind(self) -> None:
-        """Let the parameters be views of the weights. Nested calls count; the last `unbind` undoes it."""
+    def bind(self, copies: bool = False) -> None:
+        """Let the parameters be views of the weights, or hold copies of them. Nested calls count; the last `unbind` undoes it."""
         self.hold()
         self.bound += 1
-        if self.bound > 1:
+        if self.bound > 1 and not copies:
             return
         self._computed_from = self.slab.buffer if self.slab is not None else None
         self._check_slab("compute from")
-        for (*_, p), view, cls in zip(self.params, self._weights_views(), self._classes, strict=True):
+        for (*_, p), view, cls in zip(self.params, self._weights_views(), self._bound_classes, strict=True):
             p.__class__ = cls
-            p.data = view
+            p.data = view.clone() if copies else view
         self.note_values()
 
     def note_values(self) -> None:
@@ -235,6 +256,30 @@ class Shard:
         for (*_, spec, p), version in zip(self.params, self.versions, strict=True):
             if p._version != version and not self.edited:
                 raise EngineError(f"{spec.name} was changed in place, which its fp32 master does not see: change it under engine.gather(..., write=True)")
+
+    def watch(self) -> None:
+        """Forwards compute from this shard: take note of who may write to it meanwhile."""
+        self._bound_classes = [Bound if cls is nn.Parameter else cls for cls in self._classes]
+        for *_, p in self.params:
+            p.zinf_shard = weakref.ref(self)  # type: ignore[attr-defined]
+
+    def note_shown(self, p: nn.Parameter, values: torch.Tensor) -> None:
+        """Someone gets the bound parameter's own memory, and may write to it."""
+        if not any(q is p for q, *_ in self._shown):
+            if self.job is not None:
+                self.job.wait_over()  # its flush may still read what will be written
+            self._shown.append((p, values, values.clone()))
+
+    def check_written(self) -> None:
+        """Raise EngineError if the forward has written to a weight, also through its `data`: neither the record nor its master would know."""
+        self.check_values()
+        for p, values, before in self._shown:
+            if not torch.equal(values.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8)):  # NaN is equal to itself
+                values.copy_(before)
+                raise EngineError(
+                    f"{p.zinf_name} is written to (through its data) in the forward of {self.name}: "  # type: ignore[attr-defined]
+                    "a weight changes by steps, or between them under engine.gather; keep what forward changes in a buffer"
+                )
 
     def _check_slab(self, use: str) -> None:
         if self._computed_from is not None:
@@ -274,6 +319,7 @@ class Shard:
             self.make_placeholders()
 
     def make_placeholders(self) -> None:
+        self._shown = []
         for (*_, p), (other, own) in zip(self.params, self._placeholders, strict=True):
             p.__class__ = nn.Parameter
             p.data = other
@@ -283,6 +329,7 @@ class Shard:
     def part(self) -> None:
         """The engine is closed. Parameters that were not handed over say so when they are read."""
         for *_, p in self.params:
+            p.__dict__.pop("zinf_shard", None)
             if isinstance(p, Unbound):
                 p.zinf_closed = True
 

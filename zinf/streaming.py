@@ -16,6 +16,9 @@ the slab is stored as (offset, shape) and looked up again in the slab of that mo
 A model may checkpoint parts of itself. Inside a block that is a forward under a backward that has bound the shard; around a block
 it is a call within a backward, exact, and wasted, as the block is recomputed twice: one log line says so.
 
+A backward that makes a graph of itself (create_graph=True) computes from copies of the weights, which live as long as that graph:
+what it saves goes through no hook of ours.
+
 [Note: when a call's backward is over] Autograd runs ready nodes latest-created first, and accumulates gradients into leaves
 before anything else. The first input that needs a gradient enters a call through a view made there, so that view's node is the
 oldest of the call and runs last: when its hook fires, every parameter gradient of the call has been taken. One view and not one
@@ -72,6 +75,7 @@ class Call:
         self.over = False
         self.bound = False
         self.trains = [p.requires_grad for *_, p in shard.params]  # it may change before the backward
+        self.differentiable = False  # this backward makes a graph of itself, which outlives what is in the slab
 
     def enter(self, tree: Any) -> Any:
         """The call's arguments, the first tensor that needs a gradient replaced by a view. See [Note: when a call's backward is over]."""
@@ -99,9 +103,16 @@ class Call:
     def leave(self, out: Any) -> None:
         """The call is open for as long as the graph of what it returns lives."""
         self.steps = self.shard.steps
+        ref = weakref.ref(self)
+
+        def reached(grads: Any) -> None:  # before anything of the call: autograd's grad mode is that of the backward
+            if call := ref():
+                call.differentiable = torch.is_grad_enabled()
+
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.grad_fn is not None:
                 t.grad_fn.metadata.setdefault("zinf", []).append(self)  # type: ignore[attr-defined]
+                t.grad_fn.register_prehook(reached)
                 self.shard.calls.add(self)
 
     def begin_backward(self) -> None:
@@ -115,7 +126,7 @@ class Call:
                 f"{self.shard.name} was stepped or edited between a forward and its backward, which would compute gradients of other weights: "
                 "call backward for every forward before step()"
             )
-        self.shard.bind()
+        self.shard.bind(copies=self.differentiable)
         self.shard.calls.add(self)
         self.bound, self.over = True, False
 
@@ -225,9 +236,11 @@ def stream(module: nn.Module, shard: Shard, conductor: Conductor, block: bool, r
     """Let `module`, a block or a single layer, compute from `shard`; returns what undoes it."""
     own_forward = module.__dict__.get("forward")  # set on the instance by someone before us
     bare = module.forward
+    shard.watch()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out, buffer = bare(*args, **kwargs), shard.weights_buffer()
+        shard.check_written()
         if any(_offset(t, buffer) is not None for t in tree_leaves(out)):  # the slab will be someone else's
             out = tree_map(lambda t: t.clone() if _offset(t, buffer) is not None else t, out)
         return out
@@ -247,6 +260,7 @@ def stream(module: nn.Module, shard: Shard, conductor: Conductor, block: bool, r
         call.leave(out)
         return out
 
+    @_casting_anew
     def streamed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return evaluate(*args, **kwargs)
@@ -267,6 +281,20 @@ def stream(module: nn.Module, shard: Shard, conductor: Conductor, block: bool, r
                 module.forward = own_forward  # type: ignore[method-assign]
 
     return undo
+
+
+def _casting_anew(forward: Callable) -> Callable:
+    """Autocast keeps what it casts until its context ends: a copy of the whole model, and stale after a step. Not so of streamed weights."""
+
+    def without_cache(*args: Any, **kwargs: Any) -> Any:
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+    return without_cache
 
 
 def _recomputed(call: Call, module: nn.Module, forward: Callable, args: Any, kwargs: Any) -> Any:
@@ -333,7 +361,8 @@ def _looked_up(call: Call, forward: Callable, args: Any, kwargs: Any, block: boo
         offset, dtype, shape, stride = packed
         buffer = shard.weights_buffer()
         typed = torch.empty(0, dtype=dtype)
-        return typed.set_(buffer.untyped_storage(), (buffer.storage_offset() + offset) // dtype.itemsize, shape, stride)
+        typed.set_(buffer.untyped_storage(), (buffer.storage_offset() + offset) // dtype.itemsize, shape, stride)
+        return typed.clone() if call.differentiable else typed
 
     shard.bind()
     try:
