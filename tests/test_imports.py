@@ -41,7 +41,7 @@ LAYERS = [
     {"slabs", "activations"},
     {"chunks"},
     {"shard"},
-    {"grads", "streaming", "recompute", "optimizer", "checkpoint", "commit"},
+    {"grads", "streaming", "compiling", "recompute", "optimizer", "checkpoint", "commit"},
     {"memory", "editing"},
     {"stepping", "report", "reading", "saves"},
     {"engine"},

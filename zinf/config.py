@@ -102,6 +102,7 @@ class Config:
         True, "recompute blocks in backward, instead of keeping what their forward saved: true, false, or their names (patterns)"
     )
     keep_last: int = option(0, "blocks, the last of forward, that are not recomputed, since backward begins with them")
+    compile_blocks: str | None = option(None, "backend of torch.compile (inductor, ...) for the training forward of blocks; equal blocks share one graph")
     micro_batch_size: int | None = option(None, "rows of a batch that go through a block at once")
     gradient_accumulation_steps: int = option(1, "backwards that make one step")
     grad_accum_dtype: Literal["auto", "bf16", "fp16", "fp32"] = option(

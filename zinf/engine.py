@@ -31,6 +31,7 @@ from zinf import buffers, guards, kvcache, layout, memory, precision, reading, r
 from zinf.activations import Activations
 from zinf.checkpoint.saver import Saved, Saver
 from zinf.commit import Committer
+from zinf.compiling import check_backend, compile_forward
 from zinf.config import Config, check_keys
 from zinf.discover import Unit, check_model, discover, layout_of, may_train
 from zinf.errors import ConfigError, EngineError, NonFiniteError, StoreError
@@ -73,6 +74,7 @@ class Engine:
         if owner is not None and owner() is not None:
             raise EngineError(f"this {type(model).__name__} already has an engine: close it first")
         self.module = model
+        check_backend(config.compile_blocks)
         self._pid = os.getpid()
         self.extra: dict[str, Any] = {}
         self.objects = Objects()
@@ -137,7 +139,9 @@ class Engine:
                     with _wanting_grad(p):
                         self._undo.append(p.register_post_accumulate_grad_hook(_taker(weakref.ref(self._stepper), shard, i)).remove)
             for module in unit.modules:
+                compiled = [compile_forward(module, self.config.compile_blocks)] if unit.block and self.config.compile_blocks else []
                 self._undo.append(stream(module, shard, conductor, unit.block, again[shard.index]))
+                self._undo += compiled  # undone after what stands upon it
             if shard is self.memory.root:
                 shard.fetch(self._train)
                 shard.wait_fetched()
