@@ -166,7 +166,7 @@ def test_late_unfreezing_names_the_option(tmp_path):
         model.requires_grad_(True)
         with pytest.raises(EngineError, match=r"frozen when the engine was built.*trainable="):
             engine.step()
-    with pytest.raises(ValueError, match="trainable has the pattern lm_haed"):
+    with pytest.raises(ConfigError, match="trainable has the pattern lm_haed"):
         build(tmp_path, llama(), trainable="lm_haed*", run_name="other")
     model = llama()
     train_only(model, "layers.1")

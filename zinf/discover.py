@@ -5,7 +5,9 @@ of a ModuleList or Sequential); then single torch.nn layers over a size (embeddi
 is the root, small, and stays on the device. Works on modules on the meta device. A parameter belongs to exactly one unit:
 
 - layers that share parameters (an embedding and the head tied to it) are one unit with several modules;
-- a parameter that a block shares with anything outside of it belongs to the root.
+- a parameter that a block shares with anything outside of it belongs to the root;
+- adapters do too: the few trained parameters of a block or layer that is frozen otherwise. So they stay, and the base streams
+  read-only.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +24,7 @@ from zinf import layout
 from zinf.errors import ConfigError
 
 # Layers whose forward is called wherever their weight is used. Others may be used through their attributes alone.
+ADAPTERS = 4  # the trained parameters of a unit are adapters up to one for so many frozen ones
 CALLED_LAYERS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
 
@@ -34,13 +38,14 @@ class Unit:
     block: bool
 
 
-def discover(model: nn.Module, blocks: Sequence[str] | None = None, leaf_bytes: int = 4 << 20) -> list[Unit]:
+def discover(model: nn.Module, blocks: Sequence[str] | None = None, leaf_bytes: int = 4 << 20, stateful: Collection[str] | None = None) -> list[Unit]:
     """Split `model` into units: blocks and large layers in registration order, the root last (absent if nothing is left).
 
     Args:
         model: any module; its parameters may be on the meta device.
         blocks: class names of the blocks; None finds them.
         leaf_bytes: a layer outside of every block becomes a unit of its own from this many bytes on.
+        stateful: names of the parameters that have optimizer state; None: of those that want a gradient.
 
     Raises:
         ConfigError: a class in `blocks` does not occur in the model, or the model has no parameters.
@@ -52,19 +57,46 @@ def discover(model: nn.Module, blocks: Sequence[str] | None = None, leaf_bytes: 
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to stream or to train")
     found = list(_blocks(model, blocks))
     inside = {id(m) for _, block in found for m in block.modules()}
-    layers: list[tuple[str, nn.Module]] = [
-        (name, m)
-        for name, m in model.named_modules()
-        if id(m) not in inside and isinstance(m, CALLED_LAYERS) and sum(p.numel() * p.element_size() for p in m.parameters()) >= leaf_bytes
-    ]
-    groups = [Unit(name, [m], [], True) for name, m in found] + _merge_tied(layers)
+    groups = [Unit(name, [m], [], True) for name, m in found] + _merge_tied(list(_layers(model, inside, leaf_bytes)))
     homes = _homes(model, groups)
     root = Unit("root", [], [], False)
     for _, p in model.named_parameters():
         users = homes[id(p)]
         owner = users[0] if len(users) == 1 and users[0] is not None else root
         owner.params.append((first_names[id(p)], p))
+    adapters = {name for unit in groups for name in _adapters(unit, stateful)}
+    if adapters:  # in the order of the model
+        resident = {name for name, _ in root.params} | adapters
+        root.params = [(name, p) for name, p in model.named_parameters() if name in resident]
+        for unit in groups:
+            unit.params = [(name, p) for name, p in unit.params if name not in adapters]
     return [u for u in [*groups, root] if u.params]
+
+
+def _layers(model: nn.Module, inside: set[int], leaf_bytes: int) -> Iterator[tuple[str, nn.Module]]:
+    """The large layers outside of blocks, (name, module): one that an adapter layer wraps (as its base_layer) together with that."""
+    seen = set(inside)
+    for name, m in model.named_modules():
+        layer: Any = m
+        while isinstance(getattr(layer, "base_layer", None), nn.Module):
+            layer = layer.base_layer
+        if id(m) in seen or not isinstance(layer, CALLED_LAYERS) or sum(p.numel() * p.element_size() for p in layer.parameters()) < leaf_bytes:
+            continue
+        seen.update(id(part) for part in m.modules())
+        yield name, m
+
+
+def _adapters(unit: Unit, stateful: Collection[str] | None) -> list[str]:
+    """The names of a unit's trained parameters, if they are few beside those that are frozen."""
+    trained = [(name, p) for name, p in unit.params if (p.requires_grad if stateful is None else name in stateful)]
+    few = sum(p.numel() for _, p in trained)
+    return [name for name, _ in trained] if few * ADAPTERS <= sum(p.numel() for _, p in unit.params) - few else []
+
+
+def base_of(module: nn.Module) -> nn.Module | None:
+    """The model inside a model with adapters (PEFT); None if it has none."""
+    get = getattr(module, "get_base_model", None)
+    return get() if get is not None and hasattr(module, "peft_config") else None
 
 
 def check_model(model: nn.Module, streamed: bool) -> None:
@@ -159,13 +191,13 @@ def may_train(model: nn.Module, patterns: Sequence[str] | None = None) -> frozen
     """The names of the parameters that want a gradient now, and of those that `patterns` (of fnmatch) say may want one later.
 
     Raises:
-        ValueError: a pattern that fits no name.
+        ConfigError: a pattern that fits no name.
     """
     names = [name for name, _ in model.named_parameters()]
     later = {pattern: fnmatch.filter(names, pattern) for pattern in patterns or ()}
     for pattern, found in later.items():
         if not found:
-            raise ValueError(f"trainable has the pattern {pattern}, which fits no parameter of {type(model).__name__}; it has {', '.join(names[:3])} ...")
+            raise ConfigError(f"trainable has the pattern {pattern}, which fits no parameter of {type(model).__name__}; it has {', '.join(names[:3])} ...")
     return frozenset(name for name, p in model.named_parameters() if p.requires_grad).union(*later.values())
 
 

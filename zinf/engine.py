@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf import buffers, guards, kvcache, layout, memory, precision, reading, rng, saves, scaling
+from zinf import buffers, guards, kvcache, layout, memory, merging, precision, reading, rng, saves, scaling
 from zinf.activations import Activations
 from zinf.checkpoint.saver import Saved, Saver
 from zinf.commit import Committer
@@ -84,9 +84,9 @@ class Engine:
         self.batch_size: int | None = None  # rows of the current forward's batch
         self.origin = getattr(model, "zinf_origin", None)
         precision.keep_in_fp32(model, config.keep_in_fp32 or (), stored=self.origin is not None)
-        self._units = discover(model, config.blocks, config.leaf_bytes)
         trained = may_train(model, config.trainable)
-        stateful = memory.stateful(self._units, trained, config, self.origin, resume)
+        stateful = memory.stateful(model, trained, config, self.origin, resume)
+        self._units = discover(model, config.blocks, config.leaf_bytes, stateful)
         self.layout = layout_of(self._units, config.chunk_size if self.origin is None else self.origin.chunk_size, stateful)
         groups = make_groups(model, param_groups, config.weight_decay, trained)
         scaled = scaling.scales(config, self.layout)
@@ -199,6 +199,8 @@ class Engine:
             self._now = self._train
             self._prefetch(self._train)
             self._committer.make_if_applied()
+            if self.memory.root is not None:
+                self.memory.root.wait_fetched()  # it is bound: whoever reads an adapter between two steps must not see half of one
         return done
 
     def zero_grad(self) -> None:
@@ -345,12 +347,24 @@ class Engine:
     def save_pretrained(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000, dtype: str | None = None) -> None:
         """Write a Hugging Face checkpoint of the weights as they are now, streamed: safetensors, config, tokenizer.
 
+        Of a model with adapters (PEFT) only those, as its own save_pretrained does.
+
         Args:
             folder: made if missing; files of the same names are replaced.
             max_shard_size: bytes in one file.
             dtype: None for the weights' own; "fp32" for the full master.
         """
         reading.save_pretrained(self, folder, max_shard_size, dtype)
+
+    def merge_and_save(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000) -> None:
+        """Write the base of a model with adapters (PEFT), the adapters merged into it, as a normal Hugging Face folder.
+
+        One layer at a time is merged, on a copy, by the adapter itself; the engine's weights stay as they are.
+
+        Raises:
+            EngineError: the model has no adapters.
+        """
+        merging.merge_and_save(self, folder, max_shard_size)
 
     def plan(self) -> list[str]:
         """What goes where, in a few lines for people."""

@@ -102,7 +102,7 @@ def plan_for(model: layout.Model, units: Sequence[Unit], config: Config, on_nvme
     return placement.plan(model, request(config, on_nvme, direct, mode), *roles(units))
 
 
-def stateful(units: Sequence[Unit], trained: frozenset[str], config: Config, origin: Origin | None, resume: bool) -> frozenset[str]:
+def stateful(module: nn.Module, trained: frozenset[str], config: Config, origin: Origin | None, resume: bool) -> frozenset[str]:
     """The names of the parameters that have optimizer state: those that may be trained, and what else the store has state for already.
 
     Raises:
@@ -110,7 +110,7 @@ def stateful(units: Sequence[Unit], trained: frozenset[str], config: Config, ori
     """
     if origin is None:
         there = _stateful_in(store_paths(config)) if resume else frozenset()
-        return trained | (there & {name for unit in units for name, _ in unit.params})
+        return trained | (there & {name for name, _ in module.named_parameters()})
     missing = sorted(trained - origin.stateful)
     if missing:
         raise ConfigError(

@@ -14,6 +14,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from zinf.buffers import persistent
 from zinf.checkpoint import export_safetensors
 from zinf.chunks import DTYPES
+from zinf.discover import base_of
 from zinf.editing import Edit, editable
 from zinf.editing import write as write_values
 from zinf.errors import EngineError
@@ -145,6 +146,9 @@ def state_dict(engine: Engine) -> dict[str, torch.Tensor]:
 def save_pretrained(engine: Engine, folder: str | os.PathLike[str], max_shard_size: int, dtype: str | None) -> None:
     """See Engine.save_pretrained."""
     engine.synchronize()
+    if base_of(engine.module) is not None:
+        _save_adapters(engine, folder)
+        return
     origin, module = engine.origin, engine.module
     names, buffers = (origin.names, origin.buffers_of(module)) if origin is not None else (None, None)
     read = engine.memory.parts.records.read
@@ -155,3 +159,25 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], max_shard_si
     save_config: Any = getattr(getattr(module, "config", None), "save_pretrained", None)
     if save_config is not None:
         save_config(folder)
+
+
+def _save_adapters(engine: Engine, folder: str | os.PathLike[str]) -> None:
+    """What the model's own save_pretrained saves: adapters are resident; a large layer that is trained as a whole comes into memory for it."""
+    module: Any = engine.module
+    trained = {id(p) for s in engine.shards for r, _, p in s.params if s.spec.runs[r].trainable}
+    state = module.state_dict() | _values(engine, trained)
+    try:
+        module.save_pretrained(folder, state_dict=state)
+    except EngineError:  # embeddings that were resized or have adapters are saved as well: they are needed after all
+        layers = [layer for layer in (module.get_input_embeddings(), module.get_output_embeddings()) if layer is not None]
+        module.save_pretrained(folder, state_dict=state | _values(engine, {id(p) for layer in layers for p in layer.parameters()}))
+
+
+def _values(engine: Engine, ids: set[int]) -> dict[str, torch.Tensor]:
+    """Copies of parameters, under each of their names."""
+    out: dict[str, torch.Tensor] = {}
+    for shard in engine.shards:
+        here = {id(p) for *_, p in shard.params} & ids
+        with gather(engine, [p for *_, p in shard.params if id(p) in here], False):
+            out |= {name: p.detach().cpu().clone() for name, p in engine.module.named_parameters(remove_duplicate=False) if id(p) in here}
+    return out
