@@ -17,6 +17,7 @@ import torch  # noqa: E402
 from oracle import engine_snapshot  # noqa: E402
 from torch import nn  # noqa: E402
 
+from zinf import saves  # noqa: E402
 from zinf.data import Loader, Rows, Tokens  # noqa: E402
 from zinf.engine import Engine  # noqa: E402
 from zinf.loader import ResumableLoader  # noqa: E402
@@ -92,7 +93,7 @@ def run(part: dict) -> None:
         os.makedirs(drive, exist_ok=True)
     options = {"chunk_size": 2048, "leaf_bytes": 1024, "cpu_threads": 1, "lr": 1e-2, "weights": "nvme", "state": "nvme", **case.get("engine", {})}
     accumulation = options.get("gradient_accumulation_steps", 1)
-    with Engine(net, nvme_path=drives, resume=part["resume"] == "store", **options) as engine:
+    with Engine(net, nvme_path=drives, resume=part["resume"] in ("store", "store, then checkpoint"), **options) as engine:
         seen = follow(engine, part, accumulation)
         with open(os.path.join(folder, f"{part['out']}.json"), "w") as f:
             json.dump(seen, f)
@@ -116,7 +117,9 @@ def follow(engine: Engine, part: dict, accumulation: int) -> dict:
         scheduler = torch.optim.lr_scheduler.SequentialLR(engine.optimizer, [warm, fall], [3])
     if scheduler is not None:
         engine.register("scheduler", scheduler)
-    if part["resume"] == "checkpoint":
+    if part["resume"] == "store, then checkpoint":  # killed when all records are loaded, and not committed
+        saves._take_over = lambda *args: os._exit(9)
+    if "checkpoint" in (part["resume"] or ""):
         engine.load_checkpoint(os.path.join(folder, "saved"))
     elif part["resume"]:
         engine.restore_rng()
@@ -143,9 +146,7 @@ def follow(engine: Engine, part: dict, accumulation: int) -> dict:
             engine.commit()  # the evaluation has drawn random numbers, and a resumed loop does not repeat it
         if engine.global_step == part["until"]:
             if part["save"]:
-                engine.save_checkpoint(os.path.join(folder, "saved"), wait=not case.get("beside"))
-            if case.get("beside"):
-                engine.close()
+                engine.save_checkpoint(os.path.join(folder, "saved"), wait=part["save"] != "beside")
             break
     return seen
 

@@ -437,6 +437,30 @@ def test_blocks_are_shared_where_the_filesystem_can(tmp_path, straight, monkeypa
         assert_same(engine_snapshot(e), at_saved)
 
 
+def test_export_without_the_model(tmp_path, capsys):
+    """The files that the engine itself would write, of a model that came from a folder, and the fp32 master."""
+    import models
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    import zinf
+
+    models.llama(num_hidden_layers=2).save_pretrained(tmp_path / "source")
+    net = zinf.from_pretrained(tmp_path / "source", nvme_path=tmp_path, chunk_size=4096)
+    with Engine(net, nvme_path=str(tmp_path), lr=1e-3) as e:
+        models.train(e, 2)
+        e.save_checkpoint(tmp_path / "saved")
+        e.save_pretrained(tmp_path / "own")
+        e.save_pretrained(tmp_path / "own32", dtype="fp32")
+    assert cli.main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0 and "config.json" in capsys.readouterr().out
+    assert cli.main(["export", str(tmp_path / "saved/step-2"), str(tmp_path / "out32"), "--dtype", "fp32"]) == 0
+    for own, out in (("own", "out"), ("own32", "out32")):
+        a, b = (load_file(tmp_path / f / "model.safetensors") for f in (own, out))
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out32").dtype == torch.float32
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "no")]) == 1 and "no checkpoint" in capsys.readouterr().err
+
+
 def test_inspect_and_clean_know_checkpoints(tmp_path, straight, capsys):
     *_, folder = straight
     shutil.copytree(folder, tmp_path / "saved")

@@ -15,6 +15,7 @@ from oracle import assert_same
 from zinf import ConfigError, Engine, StoreError
 from zinf.loader import ResumableLoader
 from zinf.objects import LIMIT, Objects
+from zinf.tiers import nvme
 
 WORKER = Path(__file__).parent / "resume_worker.py"
 STEPS = 7
@@ -26,7 +27,9 @@ def worker():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen([sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
-    def ask(folder: Path, out: str, case: dict, *, resume: str | None = None, until: int | None = None, save: bool = False, kill: bool = False, **more) -> int:
+    def ask(
+        folder: Path, out: str, case: dict, *, resume: str | None = None, until: int | None = None, save: bool | str = False, kill: bool = False, **more
+    ) -> int:
         folder.mkdir(exist_ok=True)
         part = dict(case=case, folder=str(folder), out=out, resume=resume, until=until, save=save, kill=kill, **more)
         server.stdin.write(json.dumps(part) + "\n")
@@ -116,6 +119,22 @@ def test_a_moved_store_opens(worker, straight, tmp_path):
     assert worker(tmp_path, "end", case, resume="store", drives=[str(tmp_path / name) for name in reversed(names)]) == 0
     assert {**seen(tmp_path, "begun"), **seen(tmp_path, "end")} == seen(straight("workers"), "end")
     same_end(tmp_path, straight("workers"))
+
+
+def test_killed_in_a_load_or_a_save(worker, straight, tmp_path):
+    """A load that was not committed never was; a save that was not whole is not there, and is cleaned away."""
+    case = CASES["deferred"]
+    assert worker(tmp_path, "begun", case, until=3, save=True, kill=True) == 9
+    assert worker(tmp_path, "more", case, resume="store") == 0
+    assert worker(tmp_path, "none", case, resume="store, then checkpoint") == 9
+    assert worker(tmp_path, "end", case, resume="store") == 0 and seen(tmp_path, "end") == {}
+    same_end(tmp_path, straight("deferred"))
+    assert worker(tmp_path / "b", "begun", case, until=3, save="beside", kill=True) == 9
+    saved = tmp_path / "b/saved"
+    nvme.clean([str(saved)], yes=False)
+    assert sorted(os.listdir(saved)) in ([], ["latest", "step-3"])
+    assert worker(tmp_path / "b", "end", case, resume="store") == 0
+    same_end(tmp_path / "b", straight("deferred"))
 
 
 def _open(*drives: Path) -> None:

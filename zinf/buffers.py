@@ -24,9 +24,9 @@ class Changed:
         self._module = module
         self._first = {name: b.detach().clone() for name, b in persistent(module)}
 
-    def names(self) -> list[str]:
-        """All persistent buffers."""
-        return [name for name, _ in persistent(self._module)]
+    def describe(self) -> dict[str, tuple[str, list[int]]]:
+        """(dtype, shape) of all persistent buffers."""
+        return {name: (str(b.dtype).removeprefix("torch."), list(b.shape)) for name, b in persistent(self._module)}
 
     def capture(self, all: bool = False) -> dict[str, str]:
         """Their bytes (or those of `all` buffers), as plain JSON values."""

@@ -59,7 +59,8 @@ def content(engine: Engine) -> dict[str, Any]:
     """A commit's payload, with all buffers, and what the checkpoint was made by."""
     payload = engine._snapshot()
     payload["engine"] = {**payload["engine"], "buffers": engine._buffers.capture(all=True)}
-    return {**payload, tags.MARK: {"zinf": zinf.__version__, "torch": str(torch.__version__), "config": engine.config.to_dict()}}
+    made = {"zinf": zinf.__version__, "torch": str(torch.__version__), "config": engine.config.to_dict(), "buffers": engine._buffers.describe()}
+    return {**payload, tags.MARK: made}
 
 
 def load(engine: Engine, folder: str | os.PathLike[str], tag: str | None, weights_only: bool, rng: bool) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def check(engine: Engine, path: str, model: layout.Model, saved: dict[str, Any],
         raise CheckpointError(f"{path} was trained with {optimizer}, this engine has {engine.config.optimizer}: use the same, or weights_only=True")
     if groups != len(engine.optimizer.param_groups):
         raise CheckpointError(f"{path} has {groups} parameter groups, this engine {len(engine.optimizer.param_groups)}: use the same, or weights_only=True")
-    missing = set(saved["engine"]["buffers"]) - set(engine._buffers.names())
+    missing = set(saved["engine"]["buffers"]) - set(engine._buffers.describe())
     if missing:
         raise CheckpointError(f"{path} has a buffer {min(missing)} that this model has not: build the same model")
 

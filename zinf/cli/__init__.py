@@ -1,4 +1,4 @@
-"""The `zinf` command: `zinf demo | train | env | inspect | clean`.
+"""The `zinf` command: `zinf demo | train | env | inspect | clean | export`.
 
 Each command is a module with `add(commands)` that declares its arguments and a `run(args) -> exit code`; modules are light, what
 is heavy is imported by run. A mistake of the user, or of a disk, is one line on stderr; `--debug` shows where it came from.
