@@ -150,6 +150,6 @@ def assert_same(a, b):
         assert x.keys() == y.keys(), f"{kind}: {x.keys() ^ y.keys()}"
         for key in x:
             for t, u in zip(x[key] if isinstance(x[key], tuple) else (x[key],), y[key] if isinstance(y[key], tuple) else (y[key],), strict=True):
-                assert t.dtype == u.dtype and torch.equal(t.contiguous().view(torch.uint8), u.contiguous().view(torch.uint8)), (
+                assert t.dtype == u.dtype and torch.equal(t.reshape(-1).view(torch.uint8), u.reshape(-1).view(torch.uint8)), (
                     f"{kind} of {key} differ: {(t.float() - u.float()).abs().max()}"
                 )

@@ -43,7 +43,7 @@ LAYERS = [
     {"shard"},
     {"grads", "streaming", "compiling", "recompute", "optimizer", "checkpoint", "commit"},
     {"memory", "editing"},
-    {"stepping", "report", "reading", "saves", "merging"},
+    {"stepping", "report", "reading", "saves", "merging", "recovery"},
     {"engine"},
     {"hf", "integrations", "planner", "data", "loader", "train", "cli", "__main__"},
 ]

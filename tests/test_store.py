@@ -82,7 +82,7 @@ def test_files_are_private_and_have_their_final_size(path: str, model: layout.Mo
     with Store.create([path], model, io) as store:
         store.commit(0, {})
     sizes = layout.place(model).sizes[0]
-    assert set(os.listdir(path)) == {*sizes, "manifest.json", "member.json", "lock"}
+    assert set(os.listdir(path)) == {*sizes, "manifest.json", "reserve", "member.json", "lock"}
     for name in os.listdir(path):
         assert os.stat(os.path.join(path, name)).st_mode & 0o777 == 0o600, name
     for name, size in sizes.items():

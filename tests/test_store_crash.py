@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import errno
+import io
 import multiprocessing
 import os
 import random
@@ -200,6 +201,33 @@ def test_power_loss_at_every_point(tmp_path: Path, record: list[tuple], paths: i
     assert {("rename", 0), ("rename", 1), ("w", 0)} <= seen  # both outcomes of an unsynced rename were seen
 
 
+def test_power_loss_after_a_kill_between_rename_and_sync(tmp_path: Path, record: list[tuple]) -> None:
+    """The next run sees the new manifest and writes over what the old one names: so the old one must not come back."""
+    root = str(tmp_path / "s")
+    io = FakeIo()
+    io.journal = record
+    data = Bytes(tiny_model())
+    with Store.create([root], tiny_model(), io) as store:
+        store.write([(key, data.fill(key, 0)) for key in data.places])
+        store.commit(0, {"step": 0})
+        keys = [key for key in data.places if not store._entries[key].frozen]
+        disk, contents = Disk([root]), {}
+        record.clear()
+        store.write([(key, data.fill(key, 1)) for key in keys])
+        contents[1] = content(store, data)
+        store.commit(1, {"step": 1})
+    assert record.pop() == ("sync", root)  # killed before it
+    for event in list(record):
+        disk.play(event)
+    record.clear()
+    with Store.open([root], io) as store:
+        store.write([(key, data.fill(key, 2)) for key in keys])
+    for event in list(record):
+        disk.play(event)
+        for seed in range(3):
+            assert check(tmp_path, [root], copy.deepcopy(disk).after_crash(random.Random(seed)), {1}, contents, data) == 1
+
+
 def test_power_loss_in_the_first_step_is_no_store(tmp_path: Path, record: list[tuple]) -> None:
     root = str(tmp_path / "s")
     io = FakeIo()
@@ -210,7 +238,7 @@ def test_power_loss_in_the_first_step_is_no_store(tmp_path: Path, record: list[t
         record.clear()
         store.write([(key, data.fill(key, 0)) for key in data.places])
         store.commit(0, {})
-    for event in record:
+    for event in list(record):  # opening a store adds to it
         if event[0] == "rename":
             break
         disk.play(event)
@@ -240,7 +268,7 @@ def test_in_place_store_is_refused_after_power_loss_in_a_step(tmp_path: Path, re
         contents[1] = content(store, data)
         store.commit(1, {})
     outcomes = []
-    for event in record:
+    for event in list(record):  # opening a store adds to it
         disk.play(event)
         for _ in range(5):
             (tmp_path / "c").mkdir(exist_ok=True)
@@ -341,6 +369,12 @@ def test_full_while_creating_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
         assert os.listdir(tmp_path) == ["old"] and os.listdir(tmp_path / "old") == ["notes.txt"]
 
 
+def fill_up(f: io.RawIOBase) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        while True:
+            f.write(bytes(4096))
+
+
 def test_really_full(tmp_path: Path) -> None:
     """A filesystem of 2 MiB: the store does not fit; then it fits and something else takes the rest."""
     mount = tmp_path / "small"
@@ -363,19 +397,26 @@ def test_really_full(tmp_path: Path) -> None:
             store.write([(key, data.fill(key, 1)) for key in data.places])
             store.commit(1, {})
             before = content(store, data)
-            with open(mount / "filler", "wb", buffering=0) as f, pytest.raises(OSError):
-                while True:
-                    f.write(bytes(4096))
-            store.write([(key, data.fill(key, 2)) for key in keys])  # has its blocks
+            filler = open(mount / "filler", "wb", buffering=0)
+            for step in (2, 3, 4, 5):  # the chunks have their blocks, the manifest has the reserve, again and again
+                fill_up(filler)
+                store.write([(key, data.fill(key, step)) for key in keys])
+                before = content(store, data)
+                store.commit(step, {})
+            fill_up(filler)
+            assert manifest.release_reserve(str(mount / "s"))
+            fill_up(filler)  # was faster than we
+            store.write([(key, data.fill(key, 6)) for key in keys])
             after = content(store, data)
-            with pytest.raises(OSError, match="No space left"):  # the manifest has not
-                store.commit(2, {})
-            assert store.step == 1
+            with pytest.raises(OSError, match="No space left"):
+                store.commit(6, {})
+            assert store.step == 5 and not store.lost()
+            filler.close()
         with Store.open([str(mount / "s")], FakeIo()) as store:
             assert content(store, data) == before
-            store.write([(key, data.fill(key, 2)) for key in keys])
+            store.write([(key, data.fill(key, 6)) for key in keys])
             os.unlink(mount / "filler")
-            store.commit(2, {})
+            store.commit(6, {})
         with Store.open([str(mount / "s")], FakeIo()) as store:
             assert content(store, data) == after
     finally:

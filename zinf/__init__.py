@@ -24,13 +24,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zinf.config import Config
     from zinf.engine import Engine
-    from zinf.errors import BudgetError, CheckpointError, ConfigError, EngineError, IntegrityError, NonFiniteError, StoreError, ZinfError
+    from zinf.errors import BudgetError, CheckpointError, CommitError, ConfigError, EngineError, IntegrityError, NonFiniteError, StoreError, ZinfError
     from zinf.hf.loading import from_pretrained
     from zinf.loader import ResumableLoader
 
 __all__ = [
     "BudgetError",
     "CheckpointError",
+    "CommitError",
     "Config",
     "ConfigError",
     "Engine",

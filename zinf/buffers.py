@@ -34,9 +34,12 @@ class Changed:
         return {name: base64.b64encode(b.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).decode() for name, b in changed}
 
     def restore(self, captured: dict[str, str]) -> None:
-        """Set the buffers to what `capture` gave."""
+        """Set the buffers to what they were when `capture` gave this."""
         buffers = dict(persistent(self._module))
         with torch.no_grad():
+            for name, first in self._first.items():
+                if name not in captured and name in buffers:
+                    buffers[name].copy_(first)
             for name, text in captured.items():
                 b = buffers[name]
                 b.copy_(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=b.dtype).view(b.shape))

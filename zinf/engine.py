@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf import buffers, guards, kvcache, layout, memory, merging, precision, reading, rng, saves, scaling
+from zinf import buffers, guards, kvcache, layout, memory, merging, precision, reading, recovery, rng, saves, scaling
 from zinf.activations import Activations
 from zinf.checkpoint.saver import Saved, Saver
 from zinf.commit import Committer
 from zinf.compiling import check_backend, compile_forward
 from zinf.config import Config, check_keys
 from zinf.discover import Unit, check_model, discover, layout_of, may_train
-from zinf.errors import ConfigError, EngineError, NonFiniteError, StoreError
+from zinf.errors import CommitError, ConfigError, EngineError, NonFiniteError, StoreError
 from zinf.objects import Objects
 from zinf.optimizer import Optimizer, make_groups
 from zinf.placement import Tier
@@ -119,6 +119,8 @@ class Engine:
         self._trained: list[Use] = []  # what was used since the current training cycle began
         self._evaluated: list[Use] = []
         self._error: BaseException | None = None
+        self._harmless: BaseException | None = None  # that error, if it may have left everything as it was after the last step
+        self._marks = recovery.Marks()
         self._buffers = buffers.Changed(model)
         self._resumed_step, self._resumed_groups = -1, []  # type: int, list[dict[str, Any]]
         self._take_over = TakeOver(model, self._units)
@@ -177,6 +179,7 @@ class Engine:
         Raises:
             EngineError: no backward since the last step.
             NonFiniteError: more than `max_skipped_steps` steps in a row had gradients that are not finite.
+            CommitError: this step is made, and an earlier one could not be committed, nor will this be before there is room.
         """
         self._check_usable(idle=True)
         self._learn()
@@ -189,8 +192,9 @@ class Engine:
             if extra is not None:
                 self.extra = extra
             every = self._commit_every
-            if not done.skipped and every and done.step % every == 0:
+            if not done.skipped and ((every and done.step % every == 0) or self._committer.failed):
                 self._late = (done.step, self._snapshot())
+                self._marks.set(*self._late)
                 if not self.objects.late:
                     self._ask_late()
             for shard in self.shards:  # the root's is needed at once; where shards are stepped under backward, none may wait, as the next one would overtake it
@@ -201,6 +205,7 @@ class Engine:
             self._committer.make_if_applied()
             if self.memory.root is not None:
                 self.memory.root.wait_fetched()  # it is bound: whoever reads an adapter between two steps must not see half of one
+        self._committer.check()
         return done
 
     def zero_grad(self) -> None:
@@ -215,8 +220,9 @@ class Engine:
         if extra is not None:
             self.extra = extra
         self._late = None
+        self._marks.set(self.global_step, self._snapshot())
         with self._noting():
-            self._committer.ask(self.global_step, self._snapshot())
+            self._committer.ask(self.global_step, self._marks.of(self.global_step) or {})
 
     def synchronize(self) -> None:
         """Apply every pending step, make the commit that was asked for, and wait until it is made."""
@@ -224,9 +230,26 @@ class Engine:
         with self._noting():
             self._ask_late()
             self._stepper.apply_pending()
+            if self._committer.failed and self._committer.asked is None:
+                self._committer.ask(self.global_step, self._snapshot())
             self._committer.make_if_applied()
             self._committer.wait()
             self.memory.parts.stepper.drain()
+
+    def recover(self) -> int:
+        """Go on in this process after an error of the disk whose cause is gone: space was freed, the drive is back. See zinf/recovery.py.
+
+        Where nothing was lost it drops what was under way since the last step; else it goes back to the last commit, as resume=True would.
+        `global_step`, learning rates, buffers, `extra` and the random number generators are then those of the step that is returned: go
+        on with the batch after it.
+
+        Raises:
+            EngineError: there is no store, or the engine is in use.
+            StoreError: the store cannot go back (crash_safe: false): close the engine.
+            OSError: the cause is still there; it may be called again.
+        """
+        self._check_alive()
+        return recovery.recover(self)
 
     def train(self, mode: bool = True) -> Engine:
         """model.train(mode)."""
@@ -490,6 +513,8 @@ class Engine:
             elif len(self._trained) > 64 * len(self.shards):
                 self._trained.clear()  # forwards that no backward follows are no cycle
             kvcache.refuse(kwargs)
+            if self._marks.empty:
+                self._marks.set(self.global_step, self._snapshot())
         else:
             self._evaluated = []
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.dim()]
@@ -570,13 +595,26 @@ class Engine:
         if getattr(self, "_rng", None) is not None:
             rng.restore(self._rng)
 
-    def _check_usable(self, idle: bool = False) -> None:
+    def _start_over(self) -> None:
+        """Nothing is under way, and nothing is wrong."""
+        self._error = self._harmless = None
+        self._trained, self._evaluated = [], []
+        self._now = self._train
+        for cycle in (self._train, self._evaluate):
+            cycle.position = 0
+
+    def _check_alive(self) -> None:
         if os.getpid() != self._pid:
             raise EngineError(f"the engine belongs to process {self._pid}, and this is a fork of it: its threads are not here")
         if not self._shutdown.alive:
             raise EngineError("the engine is closed: build a new one (and pass resume=True to go on from its store)")
+
+    def _check_usable(self, idle: bool = False) -> None:
+        self._check_alive()
         if self._error is not None:
-            raise EngineError(f"the engine stopped at an error ({self._error}): close it, and go on from the last commit") from self._error
+            raise EngineError(
+                f"the engine stopped at an error ({self._error}): remove its cause and call recover(), or close it and go on from the last commit"
+            ) from self._error
         self._stepper.settle(idle and not self.gathered)
 
     def _check_whole(self) -> None:
@@ -589,12 +627,16 @@ class Engine:
         """An error of the tiers leaves a step half done: remember it, so that nothing is computed from it."""
         try:
             yield
+        except CommitError:
+            raise  # nothing is half done
         except NonFiniteError as error:
             if self._stepper.early:  # and it could not be undone
                 self._error = error
             raise
         except (*also, OSError, MemoryError, StoreError) as error:  # type: ignore[misc]
             self._error = error
+            if not also:
+                self._harmless = error
             raise
 
 

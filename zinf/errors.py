@@ -24,6 +24,10 @@ class IntegrityError(StoreError):
     """Bytes on NVMe are not the bytes that were written: names path, offset, shard and parameters."""
 
 
+class CommitError(OSError):
+    """A commit could not be made (a full disk, mostly), and nothing was lost by it: free space, then go on, or call synchronize() or recover()."""
+
+
 class NonFiniteError(ZinfError):
     """A gradient or a loss was NaN or infinite, more often in a row than the config allows."""
 

@@ -62,6 +62,27 @@ class Memory:
     lookahead: int
     restored: dict[str, Any] | None  # what the last commit of the store says, if it was there before
 
+    def roll_back(self) -> None:
+        """Bring every tier back to the last commit of the store. No one may be computing.
+
+        Raises:
+            StoreError: the store cannot be rolled back (crash_safe: false, or a commit whose outcome is not known).
+            OSError: the disk. It may be called again.
+        """
+        parts = self.parts
+        parts.fetcher.drain()
+        parts.stepper.drain()
+        parts.slabs.evict_all()
+        for shard in self.shards:
+            shard.job = shard.pending = None
+            shard.edited = False
+            shard.steps += 1  # graphs from before belong to other weights
+            shard.valid = shard.slab is not None and parts.device.direct  # a slab that is the home itself is filled below
+        assert parts.records.store is not None
+        parts.records.store.rollback()
+        parts.records.load_homes()
+        parts.stepper.error = None
+
 
 def guess_order(module: nn.Module, units: Sequence[Unit]) -> list[int]:
     """The order of a forward before one was seen: that of registration. The root has no place in it."""

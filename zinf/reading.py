@@ -90,6 +90,7 @@ def _editing(engine: Engine, shards: Sequence[Shard]) -> Iterator[None]:
 
 
 def _seal(engine: Engine, changed: bool) -> None:
+    engine._marks.clear()
     if changed and engine.step_mode == "backward":  # which undoes a step by going back to a commit
         engine.commit()
 

@@ -164,6 +164,7 @@ def _buffers(engine: Engine) -> Iterator[list[torch.Tensor]]:
 def _take_over(engine: Engine, saved: dict[str, Any], weights_only: bool, rng: bool) -> None:
     """Set what a checkpoint says beside the records."""
     state = saved["engine"]
+    engine._marks.clear()
     engine._buffers.restore(state["buffers"])
     if weights_only:
         engine._stepper.load_state({"global_step": 0, "skipped_steps": 0, "counts": {}})

@@ -178,7 +178,9 @@ class Shard:
         try:
             self._submit_fetch()
         except BaseException as error:  # Ctrl-C: whether the pending step was submitted is not known
-            stopped = EngineError(f"the fetch of {self.name} was interrupted, and its step with it: close the engine, and go on from the last commit")
+            stopped = EngineError(
+                f"the fetch of {self.name} was interrupted, and its step with it: call recover(), or close the engine and go on from the last commit"
+            )
             stopped.__cause__ = error
             self.parts.stepper.error = self.parts.stepper.error or stopped
             raise
@@ -317,6 +319,12 @@ class Shard:
         if self.bound != keep:
             self.bound = keep
             self.make_placeholders()
+
+    def forget_calls(self) -> None:
+        """Graphs that someone still holds are no open calls: no backward will end them."""
+        for call in list(self.calls):
+            call.bound, call.over = False, True
+            self.calls.discard(call)
 
     def make_placeholders(self) -> None:
         self._shown = []

@@ -11,6 +11,7 @@ Two modes with the same bits:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -29,6 +30,7 @@ from zinf.optimizer import Optimizer, clip_scale, step_spec, total_norm
 from zinf.pipeline import Job
 from zinf.scaling import LossScaler
 from zinf.shard import Shard
+from zinf.tiers.device import DONE
 from zinf.trace import Verb
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class Stepper:
     def __init__(
         self, memory: Memory, optimizer: Optimizer, committer: Committer, config: Config, mode: str, scaler: LossScaler, fetch: Callable[[Shard], object]
     ):
+        self.memory = memory
         self.shards, self.grads, self.root = memory.shards, memory.grads, memory.root
         self.parts = memory.parts
         self.optimizer, self.committer, self.config, self.mode, self.scaler = optimizer, committer, config, mode, scaler
@@ -90,9 +93,8 @@ class Stepper:
         if torch._C._current_graph_task_id() != -1 or not (idle or self.backward_running):  # type: ignore[attr-defined]
             return
         for shard in self.shards:
-            for call in list(shard.calls) if self.backward_running else ():
-                call.bound, call.over = False, True
-                shard.calls.discard(call)
+            if self.backward_running:
+                shard.forget_calls()
             shard.forget_binds(1 if shard is self.root else 0)
         if self.backward_running:
             self.backward_running, self.interrupted = False, True
@@ -171,6 +173,9 @@ class Stepper:
                 for call in [call for call in shard.calls if call.over]:
                     shard.calls.discard(call)  # a graph that someone keeps is no open call
             self._micro_step += self._took
+        except BaseException:
+            self.interrupted = True  # some shards' grads are not complete
+            raise
         finally:
             self.backward_running = False
 
@@ -208,6 +213,7 @@ class Stepper:
             if not math.isfinite(sums[index]):
                 raise NonFiniteError(f"the gradient of {shard.name} is not finite")
 
+        self.committer.retry()
         self.committer.wait()  # the versions that this step will overwrite must not be the ones being committed
         self._early[index] = self._assign(shard, 1.0 / self.scaler.scale)
         assert shard.pending is not None
@@ -337,10 +343,20 @@ class Stepper:
                 f"shards that were stepped under the backward of step {self.global_step + 1} cannot be undone, "
                 f"as step {self.global_step} was not committed: go on from the last commit, with step_mode deferred or commit_every 1"
             )
-        self.parts.slabs.evict_all()
-        self.parts.stepper.error = None
-        for shard in self.shards:
-            shard.job = shard.pending = None
-        store.rollback()
-        self.parts.records.load_homes()
+        self.memory.roll_back()
         self._early.clear()
+
+    def forget(self) -> None:
+        """Nothing of a step is under way any more, in this order: grads, then all that was fixed from them. For a rollback."""
+        for g in self.grads.of:
+            with contextlib.suppress(OSError, RuntimeError):  # of a copy that failed: what it should have brought is dropped
+                g.arrived.wait()
+            g.arrived = DONE
+            g.drop()
+        self._waiting = []
+        self._sums.clear()
+        self._sum_jobs.clear()
+        self._began.clear()
+        self._early.clear()
+        self._micro_step = self._skipped_in_a_row = 0
+        self.backward_running = self.interrupted = False

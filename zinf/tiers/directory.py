@@ -158,7 +158,7 @@ def disk_usage(path: str) -> int:
 
 def own_files() -> tuple[str, ...]:
     """Every name a store may use in its directory, in the order of removal: what makes it a store goes first, what marks it as ours last."""
-    return (manifest.MANIFEST, manifest.MANIFEST + manifest.TMP, *DATA, *SCRATCH, manifest.MEMBER + manifest.TMP, manifest.MEMBER)
+    return (manifest.MANIFEST, manifest.MANIFEST + manifest.TMP, manifest.RESERVE, *DATA, *SCRATCH, manifest.MEMBER + manifest.TMP, manifest.MEMBER)
 
 
 def empty(path: str) -> None:

@@ -2,6 +2,7 @@
 
     manifest.json   in the first path: the committed step. It is only ever replaced whole (tmp, fsync, rename, fsync of the
                     directory), so a reader finds the one before or the one after
+    reserve         in the first path: empty blocks that a commit may use for its manifest where others have filled the disk, see publish
     member.json     in every path, written once at creation: which store this directory belongs to, and as which of its paths
 
 The manifest holds no addresses. Where a chunk stands follows from the layout and the shares alone (layout.place), so a damaged
@@ -11,7 +12,9 @@ or hostile manifest cannot point outside the store's files. Its last key, `diges
 from __future__ import annotations
 
 import array
+import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -24,7 +27,7 @@ from zinf import layout
 from zinf.errors import StoreError
 
 FORMAT = 1  # raised when an older zinf could misread a newer store
-MANIFEST, MEMBER, TMP = "manifest.json", "member.json", ".tmp"
+MANIFEST, MEMBER, RESERVE, TMP = "manifest.json", "member.json", "reserve", ".tmp"
 UNWRITTEN = 255  # the version of a chunk that was never written: it reads as zeros
 _LIMIT = 1 << 30  # bytes: no manifest is larger (1e6 chunks make 17 MB)
 _MAX_NUMEL = 1 << 48  # elements: no model is larger, and 64-bit offsets hold it
@@ -223,11 +226,17 @@ def load_member(directory: str) -> Member:
 def publish(directory: str, name: str, data: bytes) -> None:
     """Replace `name` in `directory` with `data`: whole, durable when this returns, and untouched when it raises OSError.
 
-    The one exception is an error of the last step, the fsync of the directory; the caller is told by LostRename.
+    The one exception is an error of the last step, the fsync of the directory; the caller is told by LostRename. A full disk is
+    not an error as long as there is a reserve. That is best effort: another process may be faster to take what it frees.
     """
     target = os.path.join(directory, name)
     try:
-        write_file(target + TMP, data)  # fsynced: a rename may reach the disk before the bytes of the file it names
+        try:
+            write_file(target + TMP, data)  # fsynced: a rename may reach the disk before the bytes of the file it names
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT) or not release_reserve(directory):
+                raise
+            write_file(target + TMP, data)
         rename(target + TMP, target)
     except BaseException:
         try:
@@ -239,6 +248,32 @@ def publish(directory: str, name: str, data: bytes) -> None:
         sync_directory(directory)
     except OSError as e:
         raise LostRename(e.errno, f"{e.strerror}: it is not known whether {name} is the old or the new one after a crash", target) from e
+
+
+def keep_reserve(directory: str, nbytes: int) -> None:
+    """Have a reserve of `nbytes` in `directory`, or of what there is, at least half of it. It need not be durable: it is made again."""
+    path = os.path.join(directory, RESERVE)
+    with contextlib.suppress(OSError):
+        if os.lstat(path).st_blocks * 512 >= nbytes // 2:
+            return
+    for size in (nbytes, nbytes // 2):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, size)
+                return
+            finally:
+                os.close(fd)
+        release_reserve(directory)
+
+
+def release_reserve(directory: str) -> bool:
+    """Give the blocks of the reserve back to the filesystem. False if there are none."""
+    try:
+        os.unlink(os.path.join(directory, RESERVE))
+    except OSError:
+        return False
+    return True
 
 
 class LostRename(OSError):

@@ -53,6 +53,8 @@ log = logging.getLogger("zinf")
 
 Items = Sequence[tuple[Key, torch.Tensor]]
 
+_RESERVE_UNIT = 1 << 16  # bytes: a manifest may grow by as much before its reserve is made anew
+
 
 class Store:
     """The chunks of one model on NVMe. Made by Store.create or Store.open. Thread safe.
@@ -184,6 +186,10 @@ class Store:
         with contextlib.ExitStack() as undo:
             lock = directory.Lock(paths, shared=not writable)
             undo.callback(lock.release)
+            if writable:
+                # A killed run may have renamed its manifest and not synced that. We write over the version that the manifest
+                # before it names, so that one must not come back with a power loss.
+                manifest.sync_directory(paths[0])
             committed = opening.load(paths)
             if writable:
                 opening.check_live(paths[0], committed)
@@ -400,8 +406,9 @@ class Store:
         """Make `successor` the manifest, on disk and here."""
         # Set first: an exception out of nowhere (Ctrl-C) right after the rename must not leave us writing over what it committed.
         self._broken = f"{self.paths[0]}: it is not known whether step {successor.step} was committed: close the store and open it again"
+        data = successor.encode(self._text)
         try:
-            manifest.publish(self.paths[0], manifest.MANIFEST, successor.encode(self._text))
+            manifest.publish(self.paths[0], manifest.MANIFEST, data)
         except manifest.LostRename:
             raise
         except OSError:
@@ -410,6 +417,13 @@ class Store:
         with self._changed:
             self._committed = successor
             self._broken = None
+        manifest.keep_reserve(self.paths[0], layout.round_up(2 * len(data), _RESERVE_UNIT))
+
+    def lost(self) -> list[Key]:
+        """Chunks written since the last commit that are not on disk, since a write or a sync of them failed. Waits for writes in flight."""
+        with self._changed:
+            dirty = list(self._dirty.values())
+        return [entry.key for entry in dirty if (ticket := entry.writing) is not None and ticket.error() is not None]
 
     def rollback(self) -> None:
         """Forget everything that was written since the last commit, failed writes too.

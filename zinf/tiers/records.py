@@ -104,6 +104,12 @@ class Records:
             self.store.write([(key, self._homes[key]) for key in keys])
             self._dirty.clear()
 
+    def lost(self) -> list[Key]:
+        """Chunks that a failed write has lost since the last commit. Those that have a home are not lost: they will be flushed again."""
+        lost = self.store.lost() if self.store is not None else []
+        self._dirty.update(key for key in lost if key in self._homes)
+        return [key for key in lost if key not in self._homes]
+
     def load_homes(self) -> None:
         """Fill every home from the store (after open or rollback)."""
         if self.store is not None:
