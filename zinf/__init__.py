@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zinf.config import Config
     from zinf.engine import Engine
     from zinf.errors import BudgetError, CheckpointError, CommitError, ConfigError, EngineError, IntegrityError, NonFiniteError, StoreError, ZinfError
+    from zinf.heads import count_targets, linear_cross_entropy
     from zinf.hf.loading import from_pretrained
     from zinf.loader import ResumableLoader
 
@@ -42,10 +43,13 @@ __all__ = [
     "StoreError",
     "ZinfError",
     "__version__",
+    "count_targets",
     "from_pretrained",
+    "linear_cross_entropy",
 ]
 
 _HOMES = {"Engine": "zinf.engine", "from_pretrained": "zinf.hf.loading", "Config": "zinf.config", "ResumableLoader": "zinf.loader"}
+_HOMES.update(count_targets="zinf.heads", linear_cross_entropy="zinf.heads")
 _HOMES.update((name, "zinf.errors") for name in __all__ if name.endswith("Error"))
 
 

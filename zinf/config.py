@@ -103,6 +103,9 @@ class Config:
     )
     keep_last: int = option(0, "blocks, the last of forward, that are not recomputed, since backward begins with them")
     compile_blocks: str | None = option(None, "backend of torch.compile (inductor, ...) for the training forward of blocks; equal blocks share one graph")
+    fused_head: Literal["auto", "off", "require", "liger"] = option(
+        "auto", "loss of a causal language model by tiles, without all logits; auto: where they are large"
+    )
     micro_batch_size: int | None = option(None, "rows of a batch that go through a block at once")
     gradient_accumulation_steps: int = option(1, "backwards that make one step")
     grad_accum_dtype: Literal["auto", "bf16", "fp16", "fp32"] = option(
@@ -226,6 +229,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(value, args, key)
     if origin is Literal:
+        value = "off" if value is False and "off" in args else value  # YAML 1.1 reads off as false
         require(value in args, key, value, f"one of {', '.join(map(str, args))}; {nearest(str(value), map(str, args))}")
         return value
     if origin is tuple:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf import buffers, guards, kvcache, layout, memory, merging, precision, reading, recovery, rng, saves, scaling
+from zinf import buffers, fused, guards, kvcache, layout, memory, merging, precision, reading, recovery, rng, saves, scaling
 from zinf.activations import Activations
 from zinf.checkpoint.saver import Saved, Saver
 from zinf.commit import Committer
@@ -131,10 +131,13 @@ class Engine:
 
     def _hook(self) -> None:
         """Let the model compute from the shards."""
-        conductor = weakref.proxy(self)
+        conductor, stepper = weakref.proxy(self), weakref.proxy(self._stepper)
         again = recomputed(self._units, self.config.recompute, self.config.keep_last)
         self._undo.append(self._take_over.undo)
         self._undo += kvcache.turn_off(self.module, [m for unit in self._units if unit.block for m in unit.modules])
+        self.fused_head = fused.find(self.module, self.config.fused_head, self.memory.parts.device.name, lambda: stepper.global_step)
+        if self.fused_head is not None:
+            self._undo.append(self.fused_head.install_below())
         for shard, unit in zip(self.shards, self._units, strict=True):
             for i, (*_, p) in enumerate(shard.params):
                 if self.optimizer.steps(p):
@@ -150,6 +153,8 @@ class Engine:
                 shard.bind()
             else:
                 shard.make_placeholders()
+        if self.fused_head is not None:
+            self._undo.insert(0, self.fused_head.install_above())  # what was put on top comes off first
         pre = self.module.register_forward_pre_hook(_weak(self._begin_forward), with_kwargs=True)
         post = self.module.register_forward_hook(_weak(self._end_forward), always_call=True)
         self._undo += [pre.remove, post.remove, *guards.install(self.module, _weak(self.load_state_dict))]

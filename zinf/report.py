@@ -81,6 +81,7 @@ def report(engine: Engine) -> dict[str, Any]:
         "io": engine.memory.io.report() if engine.memory.io is not None else None,
         "store": records.store.paths if records.store is not None else None,
         "misses": engine._train.misses,
+        "fused_head": engine.fused_head.report() if engine.fused_head is not None else "off",
     }
 
 

@@ -345,16 +345,17 @@ class _Run:
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
         backwards = config.engine.gradient_accumulation_steps
-        losses, tokens = [], 0
-        for _ in range(backwards):
-            batch = self.loader.next_batch()
+        batches = [self.loader.next_batch() for _ in range(backwards)]
+        counts = [_targets(batch) for batch in batches]
+        mean, tokens = 0.0, 0  # over all tokens of the step that are learned, however backwards share them
+        for batch, count in zip(batches, counts, strict=True):
             loss = engine(**batch).loss
-            engine.backward(loss / backwards if backwards > 1 else loss)
-            losses.append(float(loss.detach()))
+            share = count / sum(counts)
+            engine.backward(loss * share if share != 1 else loss)
+            mean += float(loss.detach()) * share
             tokens += batch["input_ids"].numel()
         done = engine.step(extra={"data": self.loader.state_dict(), "evals": [list(e) for e in self.evals], "settings": self._settings()})
         now = self.meter.now()
-        mean = sum(losses) / len(losses)
         self.watch.step(Step(engine.global_step, self.steps, mean, lr, done.grad_norm, done.skipped, tokens, now["bytes_read"], now["bytes_written"]))
 
     def evaluate(self) -> None:
@@ -369,11 +370,16 @@ class _Run:
             self.engine.eval()
             total, count = 0.0, 0
             for batch in self.eval_rows.spread(self.config.eval_rows, self.config.batch_size, self.loader.pad):
-                targets = int((batch["labels"][:, 1:] != IGNORE).sum())
+                targets = _targets(batch)
                 total += float(self.engine(**batch).loss) * targets
                 count += targets
         self.evals.append((step, total / count))
         self.watch.evaluated(step, total / count)
+
+
+def _targets(batch: dict[str, Any]) -> int:
+    """The tokens that a batch is learned from, or measured on."""
+    return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
 class _Meter:
