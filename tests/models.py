@@ -37,9 +37,12 @@ def micro_steps(ids: torch.Tensor, accumulation: int):
 
 
 @functools.cache
-def oracle_run(steps: int, accumulation: int = 1, max_grad_norm: float | None = None, dtype=torch.bfloat16, tied: bool = True, decoupled: bool = True):
+def oracle_run(
+    steps: int, accumulation: int = 1, max_grad_norm: float | None = None, dtype=torch.bfloat16, tied: bool = True, decoupled: bool = True, **options
+):
     """(losses, norms, snapshot) of the in-memory reference."""
-    oracle = Oracle(llama(dtype, tied), **HYPER, max_grad_norm=max_grad_norm, wide=accumulation > 1, leaf_bytes=LEAF_BYTES, decoupled=decoupled)
+    options = {**HYPER, "decoupled": decoupled, "leaf_bytes": LEAF_BYTES, **options}
+    oracle = Oracle(llama(dtype, tied), max_grad_norm=max_grad_norm, wide=accumulation > 1, **options)
     losses, norms = [], []
     for ids in batches(steps):
         for part in micro_steps(ids, accumulation):

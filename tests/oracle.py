@@ -31,12 +31,26 @@ class Oracle:
         wide=False,
         blocks=None,
         leaf_bytes=4 << 20,
+        algorithm="adam",
+        moments=("m", "v"),
+        groups=None,
+        ema_decay=None,
+        **options,
     ):
-        self.model, self.hyper = model, dict(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay, decoupled=decoupled)
+        """`algorithm`: the name of a function of reference.py, with its `options`; `groups`: parameter groups that may override them."""
+        self.model, self.algorithm, self.ema_decay = model, algorithm, ema_decay
+        if algorithm == "adam":
+            options |= dict(betas=betas, eps=eps, decoupled=decoupled)
+        elif algorithm == "lion":
+            options |= dict(betas=betas)
+        elif algorithm == "adagrad":
+            options |= dict(eps=eps)
+        self.optimizer = torch.optim.Optimizer(groups or list(model.parameters()), dict(lr=lr, weight_decay=weight_decay, **options))  # schedulers work on it
+        moments = (*moments, "ema") if ema_decay is not None else tuple(moments)
         self.max_grad_norm, self.wide = max_grad_norm, wide
         self.loss_scale = 1.0  # of the step at hand
         units = discover(model, blocks, leaf_bytes)
-        self.layout = layout_of(units, layout.PIECE)
+        self.layout = layout_of(units, layout.PIECE, moments)
         self.params = dict(model.named_parameters())
         self.state = {}
         for shard in self.layout.shards:
@@ -103,11 +117,20 @@ class Oracle:
                         a, b = p.offset, p.offset + p.numel
                         planes = (weights, grads[shard.name, r], *self.state[shard.name, r])
                         for w, g, *state in zip(*(t[a:b].split(FEW) for t in planes), strict=True):
-                            reference.adam(w, tuple(state), g, step=self.steps[p.name], grad_scale=scale / self.loss_scale, **self.hyper)
+                            self._apply(p.name, w, state, g, scale / self.loss_scale)
                         with torch.no_grad():
                             self.params[p.name].copy_(weights[a:b].view(p.shape))
         self.sums = {}
         return norm
+
+    def _apply(self, name, weights, state, grads, scale):
+        group = next(g for g in self.optimizer.param_groups if any(p is self.params[name] for p in g["params"]))
+        own = ("lr", "weight_decay", "eps", "decoupled", "momentum", "dampening", "nesterov", "lr_decay", "initial_accumulator_value")
+        hyper = {k: float(v) if k == "lr" else v for k, v in group.items() if k in own}
+        if "betas" in group:
+            hyper |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        ema = (state.pop(), self.ema_decay) if self.ema_decay is not None else None
+        getattr(reference, self.algorithm)(weights, tuple(state), grads, step=self.steps[name], grad_scale=scale, ema=ema, **hyper)
 
     def snapshot(self):
         """(weights by name, state planes by (shard, run)) as copies. Weights in the dtype they began with: some routers cast theirs in forward, for good."""
@@ -126,7 +149,7 @@ def engine_snapshot(engine):
             if not run.trainable:
                 continue
             planes = [[] for _ in run.mode.planes]
-            for chunk in model.chunks(s, r):
+            for chunk in model.chunks(s, r) if run.has_state else ():
                 buffer = _aligned(chunk.length * run.mode.state_bytes)
                 records.read([((layout.STATE, s, r, chunk.index), buffer)])[0].wait()
                 at = 0

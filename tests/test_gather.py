@@ -215,4 +215,4 @@ def test_edits_take_the_memory_of_a_chunk(tmp_path):
             with engine.gather([p for *_, p in shard.params], write=True):
                 change(shard.params[0][2])
         biggest = max(call.args[0] for call in pages.call_args_list)
-        assert biggest <= 4096 * layout.MODES["bf16"].state_bytes
+        assert biggest <= 4096 * layout.mode("bf16").state_bytes

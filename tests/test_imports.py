@@ -40,7 +40,7 @@ LAYERS = [
     {"_aio", "_ops", "owners"},
     {"aio", "ops"},
     {"tiers"},
-    {"slabs", "activations"},
+    {"slabs", "activations", "algorithms"},
     {"chunks"},
     {"shard"},
     {"grads", "streaming", "compiling", "recompute", "optimizer", "checkpoint", "commit"},

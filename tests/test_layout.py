@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinf.layout import MODES, PAGE, PARAM_ALIGN, PIECE, STATE, WEIGHTS, Chunk, Model, Param, Place, Run, Shard, make_shard, place
+from zinf.layout import MASTERS, PAGE, PARAM_ALIGN, PIECE, STATE, WEIGHTS, Chunk, Model, Param, Place, Run, Shard, make_shard, mode, place
 
 SPEC = [("a", (3, 5), "bf16", True), ("b", (64,), "bf16", True), ("c", (1,), "fp32", True), ("d", (7,), "bf16", False), ("e", (2,), "bf16", True)]
 
 params = st.lists(
-    st.tuples(st.lists(st.integers(1, 70), min_size=0, max_size=2).map(tuple), st.sampled_from(sorted(MODES)), st.booleans()), min_size=1, max_size=8
+    st.tuples(st.lists(st.integers(1, 70), min_size=0, max_size=2).map(tuple), st.sampled_from(sorted(MASTERS)), st.booleans()), min_size=1, max_size=8
 ).map(lambda ps: [(f"p{i}", *p) for i, p in enumerate(ps)])
 models = st.builds(
     lambda specs, pieces: Model(tuple(make_shard(f"s{i}", spec) for i, spec in enumerate(specs)), pieces * PIECE),
@@ -44,8 +44,22 @@ def test_a_shard_literally() -> None:
     assert shard.grads_nbytes(4) == 2 * 8192 and [shard.grads_offset(i, 4) for i in range(3)] == [0, 8192, 16384]
 
 
+def test_moments() -> None:
+    """The optimizer's planes follow the master's; a store that names none has Adam's, under the fingerprint it always had."""
+    of = {
+        moments: Model((make_shard("a", [("a.w", (8,), "fp32", True), ("a.v", (8,), "bf16", True)], moments),), PIECE) for moments in ((), ("m",), ("m", "v"))
+    }
+    assert [r.mode.planes for r in of["m",].shards[0].runs] == [(("m", "fp32"),), (("lo", "int16"), ("m", "fp32"))]
+    assert [(r.has_state, r.state_nbytes) for r in of[()].shards[0].runs] == [(False, 0), (True, 2 * PIECE)]
+    assert [key[:3] for key in place(of[()]).places] == [(WEIGHTS, 0, 0), (WEIGHTS, 0, 1), (STATE, 0, 1)]
+    assert "moments" not in of["m", "v"].to_json() and Model.from_json(of["m", "v"].to_json()) == of["m", "v"]
+    assert all(Model.from_json(json.loads(json.dumps(m.to_json()))) == m for m in of.values())
+    assert len({m.fingerprint() for m in of.values()}) == 3
+    assert of["m", "v"].fingerprint() == "e529ba9c2c0b97a1"
+
+
 def test_bytes_a_parameter() -> None:
-    assert {name: (mode.weights_bytes, mode.state_bytes) for name, mode in MODES.items()} == {"bf16": (2, 10), "fp16": (2, 12), "fp32": (4, 8)}
+    assert {name: (mode(name).weights_bytes, mode(name).state_bytes) for name in MASTERS} == {"bf16": (2, 10), "fp16": (2, 12), "fp32": (4, 8)}
 
 
 def test_chunks_literally() -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zinf.heads import count_targets, linear_cross_entropy
     from zinf.hf.loading import from_pretrained
     from zinf.loader import ResumableLoader
+    from zinf.optimizer import decay_groups
 
 __all__ = [
     "BudgetError",
@@ -44,12 +45,13 @@ __all__ = [
     "ZinfError",
     "__version__",
     "count_targets",
+    "decay_groups",
     "from_pretrained",
     "linear_cross_entropy",
 ]
 
 _HOMES = {"Engine": "zinf.engine", "from_pretrained": "zinf.hf.loading", "Config": "zinf.config", "ResumableLoader": "zinf.loader"}
-_HOMES.update(count_targets="zinf.heads", linear_cross_entropy="zinf.heads")
+_HOMES.update(count_targets="zinf.heads", linear_cross_entropy="zinf.heads", decay_groups="zinf.optimizer")
 _HOMES.update((name, "zinf.errors") for name in __all__ if name.endswith("Error"))
 
 

@@ -12,19 +12,20 @@ class Pool:
     def close(self) -> None: ...
 
 def available_isas() -> list[str]: ...
-def adam(
+def step(
     isa: str,
     pool: Pool | None,
     n: int,
+    rule: int,
     weights_dtype: int,
     grads_dtype: int,
-    decoupled: bool,
     weights: int,
     rest: int,
-    m: int,
-    v: int,
+    moments: Sequence[int],
+    ema: int,
     grads: int,
     scalars: Sequence[float],
+    average: Sequence[float],
     /,
 ) -> None: ...
 def sum_squares(isa: str, pool: Pool | None, n: int, x_dtype: int, x: int, initial: float, /) -> float: ...

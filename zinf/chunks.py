@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zinf import layout, ops
+from zinf.algorithms import Algorithm
 from zinf.layout import STATE, WEIGHTS, Chunk, Key
 from zinf.pipeline import Pipeline
 from zinf.tiers.device import Event
@@ -30,24 +31,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Hyper:
-    """Hyperparameters of one parameter group, as of one step."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Segment:
     """Elements [start, end) of a run that are stepped alike; `step` counts from 1 (bias correction)."""
 
     start: int
     end: int
-    hyper: Hyper
+    algorithm: Algorithm
     step: int
 
 
@@ -74,6 +63,7 @@ class ChunkItem:
         "_writes",
         "chunk",
         "had_weights",
+        "has_state",
         "keys",
         "pipeline",
         "run",
@@ -87,6 +77,7 @@ class ChunkItem:
     def __init__(self, shard: Shard, run: int, chunk: Chunk, segments: list[Segment], spec: StepSpec | None, had_weights: bool, pipeline: Pipeline):
         self.shard, self.run, self.chunk, self.segments, self.spec = shard, run, chunk, segments, spec
         self.had_weights, self.pipeline = had_weights, pipeline
+        self.has_state = shard.spec.runs[run].has_state
         self.keys: tuple[Key, Key] = ((WEIGHTS, shard.index, run, chunk.index), (STATE, shard.index, run, chunk.index))
         self.weights: torch.Tensor | None = None  # host bytes of the chunk's weights
         self.state: torch.Tensor | None = None
@@ -108,7 +99,7 @@ class ChunkItem:
             if weights is None:
                 return False
             reads.append((self.keys[0], weights))
-        if self.segments and state is None:
+        if self.segments and state is None and self.has_state:
             assert parts.state_slots is not None
             state = self._slot(parts.state_slots, self.chunk.length * self.shard.spec.runs[self.run].mode.state_bytes)
             if state is None:
@@ -156,28 +147,27 @@ class ChunkItem:
     def _step(self) -> None:
         run = self.shard.spec.runs[self.run]
         grads = self.shard.grads[self.run]
-        assert self.weights is not None and self.state is not None and grads is not None and self.spec is not None
+        assert self.weights is not None and grads is not None and self.spec is not None
         weights = self.weights.view(DTYPES[run.dtype])
-        planes, at = [], 0
-        for _, dtype in run.mode.planes:
+        planes, at = {}, 0
+        for name, dtype in run.mode.planes:
+            assert self.state is not None
             nbytes = self.chunk.length * layout.ITEMSIZE[dtype]
-            planes.append(self.state[at : at + nbytes].view(DTYPES[dtype]))
+            planes[name] = self.state[at : at + nbytes].view(DTYPES[dtype])
             at += nbytes
-        first = self.chunk.start
+        parts, first = self.shard.parts, self.chunk.start
         for s in self.segments:
             a, b = max(s.start - first, 0), min(s.end - first, self.chunk.length)
-            h = s.hyper
-            ops.adam(
-                weights[a:b], tuple(p[a:b] for p in planes), grads[first + a : first + b],
-                lr=h.lr, beta1=h.beta1, beta2=h.beta2, eps=h.eps, weight_decay=h.weight_decay, decoupled=h.decoupled,
-                step=s.step, grad_scale=self.spec.scale, pool=self.shard.parts.pool,
-            )  # fmt: skip
+            here = {name: plane[a:b] for name, plane in planes.items()}
+            ema = (here["ema"], parts.ema_decay) if parts.ema_decay is not None else None
+            s.algorithm.step(weights[a:b], here, grads[first + a : first + b], step=s.step, grad_scale=self.spec.scale, ema=ema, pool=parts.pool)
 
     def _flush(self) -> None:
         records = self.shard.parts.records
-        assert self.weights is not None and self.state is not None
         writes = []
         for key, buffer in zip(self.keys, (self.weights, self.state), strict=True):
+            if buffer is None:
+                continue  # this optimizer keeps nothing for this dtype
             if records.home(key) is not None:
                 records.touch(key)
             else:

@@ -66,6 +66,32 @@ def option(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+# The options of each optimizer beside lr and weight_decay, and their defaults: those of torch.optim, and of the paper for Lion.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "adam": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "sgd": {"momentum": 0.0, "dampening": 0.0, "nesterov": False},
+    "lion": {"betas": (0.9, 0.99)},
+    "adagrad": {"lr_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
+}
+_OPTIONS = tuple(dict.fromkeys(key for options in OPTIMIZERS.values() for key in options))
+
+
+def check_options(optimizer: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that `optimizer` does not have, or a value that it cannot have. Other keys are not looked at."""
+    for key in _OPTIONS:
+        if key in options and key not in OPTIMIZERS[optimizer]:
+            owners = " and ".join(name for name, own in OPTIMIZERS.items() if key in own)
+            raise ConfigError(f"{key} is {options[key]!r}, but {optimizer} has no {key} (it belongs to {owners}): leave it out")
+    for key in ("lr", "weight_decay", "eps", "momentum", "lr_decay", "initial_accumulator_value"):
+        require(options.get(key, 0) >= 0, key, options.get(key), "zero or more")
+    betas = options.get("betas", ())
+    require(all(0 <= b < 1 for b in betas), "betas", list(betas), "two numbers in [0, 1)")
+    if options.get("nesterov") and "momentum" in OPTIMIZERS[optimizer]:
+        ok = options.get("momentum", 0) > 0 and options.get("dampening", 0) == 0
+        require(ok, "nesterov", True, f"false, or a momentum and no dampening (momentum is {options.get('momentum')}, dampening {options.get('dampening')})")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything the engine can be told. Sizes are bytes and may be written "20GiB"; `None` means that zinf chooses."""
@@ -115,11 +141,18 @@ class Config:
     step_mode: Literal["auto", "backward", "deferred"] = option("auto", "step a shard under the same backward, or under the next forward")
     # optimizer
     trainable: tuple[str, ...] | None = option(None, 'names (patterns: "*" is all) of parameters that are frozen now and may be trained later')
-    optimizer: Literal["adamw", "adam"] = option("adamw", "AdamW (decoupled weight decay) or Adam (L2)")
+    optimizer: Literal["adamw", "adam", "sgd", "lion", "adagrad"] = option("adamw", "AdamW (decoupled weight decay), Adam (L2), SGD, Lion or Adagrad")
     lr: float = option(1e-5, "learning rate")
-    betas: tuple[float, float] = option((0.9, 0.999), "decay of the two moments")
-    eps: float = option(1e-8, "added to the root of the second moment")
     weight_decay: float = option(0.0, "weight decay")
+    decay_norms_and_biases: bool = option(True, "false: no weight decay for norms and biases, as Hugging Face's Trainer has it")
+    betas: tuple[float, float] | None = option(None, "adamw, adam: decay of the two moments, default 0.9, 0.999; lion: default 0.9, 0.99")
+    eps: float | None = option(None, "adamw, adam, adagrad: added to the root; default 1e-8, adagrad 1e-10")
+    momentum: float | None = option(None, "sgd: momentum, default 0")
+    dampening: float | None = option(None, "sgd: dampening of the momentum, default 0")
+    nesterov: bool | None = option(None, "sgd: Nesterov's momentum")
+    lr_decay: float | None = option(None, "adagrad: decay of the learning rate, default 0")
+    initial_accumulator_value: float | None = option(None, "adagrad: what the sums of squares start at, default 0")
+    ema_decay: float | None = option(None, "keep an average of the weights in the state, with this decay a step; default: none")
     max_grad_norm: float | None = option(None, "clip the norm of all grads to this")
     loss_scale: Literal["dynamic"] | float = option("dynamic", "fp16: what losses are multiplied by; 0 is dynamic, 1 is off")
     initial_scale_power: int = option(16, "fp16: a dynamic scale begins at 2 to this power")
@@ -140,15 +173,21 @@ class Config:
             require(value is None or value > 0, key, value, "a positive number")
         require(self.chunk_size >= PIECE and self.chunk_size % PIECE == 0, "chunk_size", self.chunk_size, f"a positive multiple of {PIECE}")
         require(self.block_size % 4096 == 0, "block_size", self.block_size, "a multiple of 4096")
-        for key in ("lr", "eps", "weight_decay", "max_skipped_steps", "commit_every", "keep_last"):
+        for key in ("max_skipped_steps", "commit_every", "keep_last"):
             require((getattr(self, key) or 0) >= 0, key, getattr(self, key), "zero or more")
         require(self.loss_scale == "dynamic" or self.loss_scale >= 0, "loss_scale", self.loss_scale, "dynamic, or a positive number")
         require(0 <= self.initial_scale_power <= 126, "initial_scale_power", self.initial_scale_power, "from 0 to 126")
-        require(all(0 <= b < 1 for b in self.betas), "betas", list(self.betas), "two numbers in [0, 1)")
+        check_options(self.optimizer, {k: getattr(self, k) for k in _OPTIONS if getattr(self, k) is not None} | self.optimizer_options())
+        require(self.ema_decay is None or 0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "a number in [0, 1), such as 0.999")
         for key in ("weights", "state"):
             value = getattr(self, key)
             require(isinstance(value, str) or 0 <= value <= 1, key, value, "auto, device, host, nvme, or a fraction from 0 to 1")
         require(bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run_name)), "run_name", self.run_name, "letters, digits, '.', '_' and '-'")
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """The options of the optimizer, what was not given by default: what a parameter group has."""
+        own = OPTIMIZERS[self.optimizer]
+        return {"lr": self.lr, "weight_decay": self.weight_decay} | {k: d if getattr(self, k) is None else getattr(self, k) for k, d in own.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> Config:

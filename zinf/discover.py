@@ -201,18 +201,21 @@ def may_train(model: nn.Module, patterns: Sequence[str] | None = None) -> frozen
     return frozenset(name for name, p in model.named_parameters() if p.requires_grad).union(*later.values())
 
 
-def layout_of(units: Sequence[Unit], chunk: int, stateful: Collection[str] | None = None) -> layout.Model:
+def layout_of(units: Sequence[Unit], chunk: int, stateful: Collection[str] | None = None, moments: tuple[str, ...] = layout.MOMENTS) -> layout.Model:
     """The layout of units, a shard for each, in chunks of `chunk` elements: dtypes and shapes are the parameters' now.
 
     Args:
         stateful: names of the parameters that have optimizer state; None: of those that want a gradient.
+        moments: the planes that the optimizer keeps beside the master's.
 
     Raises:
         ValueError: a parameter without elements, or of a dtype that is not streamed; a chunk that is no multiple of a piece.
     """
     return layout.Model(
         tuple(
-            layout.make_shard(u.name, [(n, tuple(p.shape), dtype_name(p.dtype), p.requires_grad if stateful is None else n in stateful) for n, p in u.params])
+            layout.make_shard(
+                u.name, [(n, tuple(p.shape), dtype_name(p.dtype), p.requires_grad if stateful is None else n in stateful) for n, p in u.params], moments
+            )
             for u in units
         ),
         chunk,

@@ -29,6 +29,7 @@ from torch import nn
 
 from zinf import buffers, fused, guards, kvcache, layout, memory, merging, precision, reading, recovery, rng, saves, scaling
 from zinf.activations import Activations
+from zinf.algorithms import moments
 from zinf.checkpoint.saver import Saved, Saver
 from zinf.commit import Committer
 from zinf.compiling import check_backend, compile_forward
@@ -85,10 +86,11 @@ class Engine:
         self.origin = getattr(model, "zinf_origin", None)
         precision.keep_in_fp32(model, config.keep_in_fp32 or (), stored=self.origin is not None)
         trained = may_train(model, config.trainable)
+        groups = make_groups(model, param_groups, config, trained)
         stateful = memory.stateful(model, trained, config, self.origin, resume)
         self._units = discover(model, config.blocks, config.leaf_bytes, stateful)
-        self.layout = layout_of(self._units, config.chunk_size if self.origin is None else self.origin.chunk_size, stateful)
-        groups = make_groups(model, param_groups, config.weight_decay, trained)
+        chunk = config.chunk_size if self.origin is None else self.origin.chunk_size
+        self.layout = layout_of(self._units, chunk, stateful, moments(config, groups))
         scaled = scaling.scales(config, self.layout)
         self.step_mode = _choose_step_mode(config, self.origin is not None or bool(config.nvme_path), scaled)
         self._scaler = scaling.LossScaler(config, scaled)
@@ -110,7 +112,7 @@ class Engine:
     def _start(self, groups: list[dict[str, Any]]) -> None:
         """Everything above the memory."""
         model, config = self.module, self.config
-        self.optimizer = Optimizer(self, groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay})
+        self.optimizer = Optimizer(self, groups)
         self._committer = Committer(self.memory.parts, self.shards)
         self._stepper = Stepper(self.memory, self.optimizer, self._committer, config, self.step_mode, self._scaler, _weak(self._fetch))
         self._train = Cycle(training_cycle(memory.guess_order(model, self._units)))
@@ -580,6 +582,12 @@ class Engine:
         state = committed.get("engine")
         if state is None:
             return  # imported, never trained
+        trained = state.get("optimizer", "adamw or adam")  # before it was written down, there were these two
+        if self.config.optimizer not in trained.split():
+            raise ConfigError(
+                f"the store was trained with {trained}, and this run's optimizer is {self.config.optimizer}, which takes its state for something else: "
+                f"set optimizer to {trained.split()[0]}, or start from an export of the weights under another run_name"
+            )
         self._stepper.load_state(state)
         if len(state["groups"]) != len(self.optimizer.param_groups):
             raise ConfigError(

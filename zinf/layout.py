@@ -9,8 +9,9 @@ those agree on the layout.
     chunk   K consecutive elements of a run: the atom of I/O, of optimizer work, of checksums and of versions
     record  a shard's weights, or its state, on NVMe
 
-A chunk of weights is `length` elements; a chunk of state is its planes one after the other, `[lo | m | v]` for bf16, so one
-read brings all that one step of it needs. Lengths are multiples of 2048 elements, hence every record, plane and chunk starts
+A chunk of weights is `length` elements; a chunk of state is its planes one after the other, `[lo | m | v]` for bf16 under Adam, so
+one read brings all that one step of it needs. Which planes there are follows from the dtype and from the optimizer's moments; there
+may be none (fp32 under plain SGD), and then there is no record of state. Lengths are multiples of 2048 elements, hence every record, plane and chunk starts
 on a 4096-byte page and O_DIRECT needs no bounce buffer.
 """
 
@@ -21,6 +22,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 PAGE = 4096  # bytes: the strictest alignment O_DIRECT asks for in practice
@@ -32,15 +34,18 @@ WEIGHTS, STATE = "weights", "state"  # the two kinds of record
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "int16": 2}
 
 
+# What the state of each dtype of weights holds beside the moments, so that the two together are an fp32 master: bf16 keeps it losslessly split
+# into the weights (hi) and `lo`; fp16 keeps a whole one; fp32 is its own.
+MASTERS: dict[str, tuple[tuple[str, str], ...]] = {"bf16": (("lo", "int16"),), "fp16": (("master", "fp32"),), "fp32": ()}
+MOMENTS = ("m", "v")  # of Adam: what a store that names none has
+
+
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """What one dtype of weights costs, and the planes of state beside it.
-
-    bf16 keeps the fp32 master losslessly split into the weights (hi) and `lo`; fp16 keeps a whole master; fp32 is its own.
-    """
+    """What one dtype of weights costs under one optimizer, and the planes of state beside it."""
 
     weights: str
-    planes: tuple[tuple[str, str], ...]  # (name, dtype), in the order they have on disk
+    planes: tuple[tuple[str, str], ...]  # (name, dtype), in the order they have on disk: the master's, then the moments
 
     @property
     def weights_bytes(self) -> int:
@@ -49,15 +54,14 @@ class Mode:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes a parameter of state."""
+        """Bytes a parameter of state; may be 0."""
         return sum(ITEMSIZE[dtype] for _, dtype in self.planes)
 
 
-MODES = {
-    "bf16": Mode("bf16", (("lo", "int16"), ("m", "fp32"), ("v", "fp32"))),
-    "fp16": Mode("fp16", (("master", "fp32"), ("m", "fp32"), ("v", "fp32"))),
-    "fp32": Mode("fp32", (("m", "fp32"), ("v", "fp32"))),
-}
+@cache
+def mode(dtype: str, moments: tuple[str, ...] = MOMENTS) -> Mode:
+    """The mode of weights of `dtype` whose optimizer keeps these moments, each a plane of fp32."""
+    return Mode(dtype, MASTERS[dtype] + tuple((name, "fp32") for name in moments))
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -92,10 +96,16 @@ class Run:
     dtype: str
     trainable: bool
     params: tuple[Param, ...]
+    moments: tuple[str, ...] = MOMENTS  # planes of fp32 that the optimizer keeps; `ema`, an average of the weights, is one of them
 
     @property
     def mode(self) -> Mode:
-        return MODES[self.dtype]
+        return mode(self.dtype, self.moments)
+
+    @property
+    def has_state(self) -> bool:
+        """Is there a record of state at all?"""
+        return self.trainable and self.mode.state_bytes > 0
 
     @property
     def numel(self) -> int:
@@ -114,7 +124,7 @@ class Run:
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of state on NVMe; 0 when frozen."""
+        """Bytes of state on NVMe; 0 when frozen, or when the optimizer keeps nothing."""
         return self.padded * self.mode.state_bytes if self.trainable else 0
 
     def grads_dtype(self, wide: bool) -> str:
@@ -167,6 +177,10 @@ class Shard:
     def trainable(self) -> bool:
         return any(run.trainable for run in self.runs)
 
+    @property
+    def has_state(self) -> bool:
+        return any(run.has_state for run in self.runs)
+
     def run_offset(self, run: int) -> int:
         """Byte offset of a run in the slab."""
         return sum(r.weights_nbytes for r in self.runs[:run])
@@ -180,8 +194,8 @@ class Shard:
         return sum(r.grads_nbytes(wide) for r in self.runs[:run])
 
 
-def make_shard(name: str, params: Iterable[tuple[str, Sequence[int], str, bool]]) -> Shard:
-    """Lay out a shard from (name, shape, dtype, trainable) of its parameters, in registration order.
+def make_shard(name: str, params: Iterable[tuple[str, Sequence[int], str, bool]], moments: tuple[str, ...] = MOMENTS) -> Shard:
+    """Lay out a shard from (name, shape, dtype, trainable) of its parameters, in registration order, and the optimizer's moments.
 
     Raises:
         ValueError: a parameter is empty, or has a dtype that no kernel has.
@@ -189,8 +203,8 @@ def make_shard(name: str, params: Iterable[tuple[str, Sequence[int], str, bool]]
     runs: dict[tuple[str, bool], list[Param]] = {}
     ends: dict[tuple[str, bool], int] = {}
     for pname, shape, dtype, trainable in params:
-        if dtype not in MODES:
-            raise ValueError(f"parameter {pname} has dtype {dtype}; zinf streams {', '.join(MODES)}: cast it first, or keep it out of the engine")
+        if dtype not in MASTERS:
+            raise ValueError(f"parameter {pname} has dtype {dtype}; zinf streams {', '.join(MASTERS)}: cast it first, or keep it out of the engine")
         numel = math.prod(shape)
         if numel == 0:
             raise ValueError(f"parameter {pname} has shape {tuple(shape)}, that is no elements; give it its size before zinf takes it")
@@ -198,7 +212,7 @@ def make_shard(name: str, params: Iterable[tuple[str, Sequence[int], str, bool]]
         offset = round_up(ends.get(key, 0), PARAM_ALIGN)
         runs.setdefault(key, []).append(Param(pname, tuple(shape), offset, numel))
         ends[key] = offset + numel
-    return Shard(name, tuple(Run(dtype, trainable, tuple(ps)) for (dtype, trainable), ps in runs.items()))
+    return Shard(name, tuple(Run(dtype, trainable, tuple(ps), moments) for (dtype, trainable), ps in runs.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,12 +235,23 @@ class Model:
     def numel(self) -> int:
         return sum(shard.numel for shard in self.shards)
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The planes that the optimizer keeps, the same for every run."""
+        return next((run.moments for shard in self.shards for run in shard.runs), MOMENTS)
+
+    def keeping(self, moments: tuple[str, ...]) -> Model:
+        """The same model under an optimizer with other moments."""
+        shards = tuple(Shard(s.name, tuple(dataclasses.replace(run, moments=moments) for run in s.runs)) for s in self.shards)
+        return dataclasses.replace(self, shards=shards)
+
     def chunks(self, shard: int, run: int) -> list[Chunk]:
         return self.shards[shard].runs[run].chunks(self.chunk)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict for the manifest."""
-        return {
+        """A plain dict for the manifest. `moments` only where they are not Adam's, so that stores from before there were others keep their fingerprint."""
+        moments = {} if self.moments == MOMENTS else {"moments": list(self.moments)}
+        return moments | {
             "chunk": self.chunk,
             "rank": self.rank,
             "world_size": self.world_size,
@@ -244,19 +269,16 @@ class Model:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Model:
         """The inverse of to_json. Raises KeyError, TypeError or ValueError on anything else."""
-        shards = tuple(
-            Shard(
-                s["name"],
-                tuple(
-                    Run(r["dtype"], r["trainable"], tuple(Param(n, tuple(shape), offset, numel) for n, shape, offset, numel in r["params"])) for r in s["runs"]
-                ),
-            )
-            for s in data["shards"]
-        )
+        moments = tuple(data.get("moments", MOMENTS))
+
+        def run(r: dict[str, Any]) -> Run:
+            return Run(r["dtype"], r["trainable"], tuple(Param(n, tuple(shape), offset, numel) for n, shape, offset, numel in r["params"]), moments)
+
+        shards = tuple(Shard(s["name"], tuple(map(run, s["runs"]))) for s in data["shards"])
         return cls(shards, data["chunk"], data["rank"], data["world_size"])
 
     def fingerprint(self) -> str:
-        """16 hex digits that name the parameters, their shapes, dtypes, trainability and places (chunk size apart)."""
+        """16 hex digits that name the parameters, their shapes, dtypes, trainability, moments and places (chunk size apart)."""
         data = self.to_json()
         del data["chunk"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
@@ -301,7 +323,7 @@ def place(model: Model, shares: Sequence[float] = (1.0,), versions: int = 2) -> 
     for s, shard in enumerate(model.shards):
         for r, run in enumerate(shard.runs):
             for kind, itemsize in ((WEIGHTS, run.mode.weights_bytes), (STATE, run.mode.state_bytes)):
-                if kind == STATE and not run.trainable:
+                if kind == STATE and not run.has_state:
                     continue
                 file = kind if run.trainable else "frozen"
                 for chunk in run.chunks(model.chunk):

@@ -238,7 +238,7 @@ def _parts(
     if plan.weights_slots and arena is not None:
         for pipeline in (fetcher, stepper):
             weights_slots[pipeline] = arena.slots(plan.weights_slots // 2, plan.weights_slot_nbytes, "weights in flight")
-    return Parts(device, records, slabs, fetcher, stepper, state_slots, weights_slots, pool, trace, owners)
+    return Parts(device, records, slabs, fetcher, stepper, state_slots, weights_slots, pool, trace, owners, config.ema_decay)
 
 
 def _activations(

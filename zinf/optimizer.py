@@ -8,30 +8,35 @@ uses the learning rate of its own time.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zinf.chunks import Hyper, Segment, StepSpec
+from zinf.algorithms import Algorithm, algorithm
+from zinf.chunks import Segment, StepSpec
+from zinf.config import Config
 from zinf.errors import ConfigError
 from zinf.shard import Shard
 
 if TYPE_CHECKING:
     from zinf.engine import Engine
 
-DECOUPLED = {"adamw": True, "adam": False}
-
 
 class Optimizer(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter, 2019) or Adam (Kingma and Ba, 2015) on records; made by the engine."""
+    """One of the optimizers of algorithms.py, on records; made by the engine."""
 
-    def __init__(self, engine: Engine, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]):
+    def __init__(self, engine: Engine, groups: Iterable[dict[str, Any]]):
         self._engine: Engine | None = None
-        self._decoupled = DECOUPLED[engine.config.optimizer]
-        super().__init__(list(groups), defaults)
+        self._config = engine.config
+        self._room = engine.layout.moments
+        super().__init__(list(groups), engine.config.optimizer_options())
         self._engine = engine
+        self._index()
+
+    def _index(self) -> None:
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -57,16 +62,58 @@ class Optimizer(torch.optim.Optimizer):
         """Is `p` in a group, so that it may be stepped?"""
         return id(p) in self._group_of
 
-    def hyper(self, p: nn.Parameter) -> Hyper:
-        """The hyperparameters of `p` as they are now."""
-        g = self._group_of[id(p)]
-        return Hyper(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]), self._decoupled)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the options of the groups (learning rates and all that schedulers put beside them). Moments stay as they are in the records.
+
+        Raises:
+            ConfigError: there are moments in it, so it is another optimizer's.
+            ValueError: its groups are not these.
+        """
+        if state_dict.get("state"):
+            raise ConfigError("this optimizer state has moments, which zinf keeps in its store: it was saved by another optimizer; start with fresh moments")
+        super().load_state_dict(state_dict)
+        self._index()
+
+    def algorithm(self, p: nn.Parameter) -> Algorithm:
+        """What a step does to `p`, with the hyperparameters as they are now."""
+        return self._of_group(self._group_of[id(p)])
+
+    def check(self) -> None:
+        """Raise ConfigError if some group has a value now that its option cannot have."""
+        for group in self.param_groups:
+            self._of_group(group)
+
+    def _of_group(self, group: dict[str, Any]) -> Algorithm:
+        found = algorithm(self._config.optimizer, group)
+        if not set(found.keeps()) <= set(self._room):
+            raise ConfigError(f"momentum was set to {group['momentum']} after the engine was built without room for one: give some momentum to zinf.Engine")
+        return found
 
 
-def make_groups(model: nn.Module, groups: Sequence[dict[str, Any]] | None, weight_decay: float, trained: Collection[str]) -> list[dict[str, Any]]:
+def decay_groups(model: nn.Module, weight_decay: float, trained: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """Parameter groups for zinf.Engine(param_groups=...): `weight_decay` for all trainable parameters but norms and biases, which get none.
+
+    `trained` names them where they are not those that want a gradient now. What counts as a norm or a bias
+    is what Hugging Face's Trainer takes for one (Trainer.get_decay_parameter_names).
+    """
+    norms = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters(recurse=False)}
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, p in model.named_parameters():
+        if p.requires_grad if trained is None else name in trained:
+            (plain if id(p) in norms or _NORM_OR_BIAS.search(name.lower()) else decayed).append(p)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+_NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def make_groups(model: nn.Module, groups: Sequence[dict[str, Any]] | None, config: Config, trained: Collection[str]) -> list[dict[str, Any]]:
     """Parameter groups over the parameters of `model` that may be trained, which `trained` names.
 
-    None puts them all in one. Given groups (as for torch.optim) must cover them exactly once.
+    None puts them all in one (or in two, see decay_groups, with config.decay_norms_and_biases off). Given groups (as for torch.optim) must
+    cover them exactly once.
 
     Raises:
         ConfigError: a trainable parameter is missing or there twice, or one is not the model's or is frozen.
@@ -75,7 +122,9 @@ def make_groups(model: nn.Module, groups: Sequence[dict[str, Any]] | None, weigh
     if not names:
         raise ConfigError(f"all parameters of {type(model).__name__} are frozen: there is nothing to train; set requires_grad on some")
     if groups is None:
-        return [{"params": [p for name, p in model.named_parameters() if name in trained], "weight_decay": weight_decay}]
+        if not config.decay_norms_and_biases:
+            return decay_groups(model, config.weight_decay, trained)
+        return [{"params": [p for name, p in model.named_parameters() if name in trained]}]
     seen: set[int] = set()
     for group in groups:
         group["params"] = list(group["params"])
@@ -92,29 +141,26 @@ def make_groups(model: nn.Module, groups: Sequence[dict[str, Any]] | None, weigh
     return list(groups)
 
 
-def step_spec(shard: Shard, seen: Sequence[bool], hypers: Sequence[Hyper | None], steps: Sequence[int], scale: float) -> StepSpec:
-    """One shard's step: neighbours with the same hyperparameters and step count become one segment.
+def step_spec(shard: Shard, seen: Sequence[bool], algorithms: Sequence[Algorithm | None], steps: Sequence[int], scale: float) -> StepSpec:
+    """One shard's step: neighbours with the same algorithm, hyperparameters and step count become one segment.
+
+    A gap between parameters ends a segment: it stays zero, whatever the algorithm makes of zeros.
 
     Args:
         seen: for each parameter of the shard, whether it got a gradient.
-        hypers, steps: for each parameter; `steps` counts this one.
+        algorithms, steps: for each parameter; `steps` counts this one.
     """
     segments: list[list[Segment]] = [[] for _ in shard.spec.runs]
-    for (r, p, _), ok, hyper, step in zip(shard.params, seen, hypers, steps, strict=True):
-        if not ok or hyper is None:
+    for (r, p, _), ok, how, step in zip(shard.params, seen, algorithms, steps, strict=True):
+        if not ok or how is None:
             continue
         end = p.offset + p.numel
         last = segments[r][-1] if segments[r] else None
-        if last is not None and (last.hyper, last.step) == (hyper, step) and not _unseen_between(shard, r, last.end, p.offset):
-            segments[r][-1] = Segment(last.start, end, hyper, step)
+        if last is not None and (last.algorithm, last.step, last.end) == (how, step, p.offset):
+            segments[r][-1] = Segment(last.start, end, how, step)
         else:
-            segments[r].append(Segment(p.offset, end, hyper, step))
+            segments[r].append(Segment(p.offset, end, how, step))
     return StepSpec(scale, segments)
-
-
-def _unseen_between(shard: Shard, run: int, start: int, end: int) -> bool:
-    """Is there a parameter in elements [start, end) of a run? (Else it is a gap: zeros, which a step leaves zero.)"""
-    return any(start <= p.offset < end for r, p, _ in shard.params if r == run)
 
 
 def total_norm(sums: Iterable[float]) -> float:

@@ -137,7 +137,7 @@ def plan(model: layout.Model, request: Request, root: int | None, pinned: Sequen
         state=tuple(t for t in state if t is not None),
         slabs=slabs,
         state_slot_nbytes=slot_state,
-        state_slots=request.state_slots if request.on_nvme else 0,
+        state_slots=request.state_slots if request.on_nvme and slot_state else 0,
         weights_slot_nbytes=slot_weights,
         weights_slots=0 if request.direct else request.state_slots,
         grad_buffers=0 if request.grads_wait else _grad_buffers(model),
@@ -220,7 +220,7 @@ def _fixed(model: layout.Model, request: Request, root: int | None) -> tuple[lis
     if root is not None:
         weights[root], state[root] = Tier.DEVICE, Tier.HOST
     for i, shard in enumerate(model.shards):
-        if not shard.trainable:
+        if not shard.has_state:
             state[i] = Tier.NVME  # nothing to keep anywhere
     return weights, state
 

@@ -23,6 +23,7 @@ from zinf.checkpoint.saver import Saved, longest
 from zinf.checkpoint.staging import pages
 from zinf.errors import CheckpointError, EngineError, StoreError
 from zinf.tiers.nvme import Store
+from zinf.tiers.opening import users
 
 if TYPE_CHECKING:
     from zinf.engine import Engine
@@ -79,7 +80,7 @@ def load(engine: Engine, folder: str | os.PathLike[str], tag: str | None, weight
         source = stack.enter_context(contextlib.closing(Store.open([path], io, verify="read", writable=False)))
         check(engine, path, source.model, source.extra, weights_only)
         undoable = records.store is not None and records.store.crash_safe
-        if not undoable or source.model.chunk != records.model.chunk:
+        if not undoable or weights_only or source.model.chunk != records.model.chunk:
             source.verify()
         with _loading(engine), _buffers(engine) as buffers:
             restore(source, records, buffers, moments=not weights_only)
@@ -93,7 +94,12 @@ def load(engine: Engine, folder: str | os.PathLike[str], tag: str | None, weight
 
 def check(engine: Engine, path: str, model: layout.Model, saved: dict[str, Any], weights_only: bool) -> None:
     """Raise CheckpointError unless the checkpoint is of this model, and (unless weights_only) of this optimizer."""
-    theirs, ours = model.fingerprint(), engine.layout.fingerprint()
+    if not weights_only and model.moments != engine.layout.moments:
+        raise CheckpointError(
+            f"{path} has the state of {users(model.moments)}, this engine needs that of {users(engine.layout.moments)}: "
+            f"use the same optimizer, momentum and ema_decay, or weights_only=True"
+        )
+    theirs, ours = model.keeping(engine.layout.moments).fingerprint(), engine.layout.fingerprint()
     if theirs != ours:
         raise CheckpointError(f"{path} is of another model (fingerprint {theirs}, this one has {ours}): {difference(model, engine.layout)}")
     if weights_only:

@@ -55,6 +55,7 @@ class Parts:
     pool: ops.Pool
     trace: Trace
     owners: Unwatched
+    ema_decay: float | None = None  # of the average of the weights, which then is a plane of every state
 
 
 class Unbound(nn.Parameter):

@@ -191,9 +191,9 @@ class Stepper:
     # -- step ---------------------------------------------------------------------------------------------------------------
 
     def _spec(self, shard: Shard, seen: Sequence[bool], scale: float) -> StepSpec:
-        hypers = [self.optimizer.hyper(p) if ok else None for ok, (*_, p) in zip(seen, shard.params, strict=True)]
+        algorithms = [self.optimizer.algorithm(p) if ok else None for ok, (*_, p) in zip(seen, shard.params, strict=True)]
         steps = [n + 1 for n in self.counts[shard.index]]
-        return step_spec(shard, seen, hypers, steps, scale)
+        return step_spec(shard, seen, algorithms, steps, scale)
 
     def _assign(self, shard: Shard, scale: float) -> list[bool]:
         """Leave a step pending on `shard`; returns which parameters it steps."""
@@ -232,6 +232,7 @@ class Stepper:
                         f"{spec.name} was frozen when the engine was built and has no optimizer state: name it in zinf.Engine(model, trainable=...), "
                         "or unfreeze it before"
                     )
+        self.optimizer.check()
         waiting = [g for g in self.grads.of if (g.waiting and not g.assigned) or g.shard.index in self._early]
         if not waiting:
             raise EngineError("step without grads: call engine.backward(loss) first, with a loss that depends on trainable parameters")

@@ -214,6 +214,9 @@ def open_engine(config: TrainConfig, fresh: bool, watch: Watch) -> EngineLike:
         chunk_size=e.chunk_size if e.chunk_size != Config.chunk_size else None,
         blocks=e.blocks,
         crash_safe=e.crash_safe,
+        optimizer=e.optimizer,
+        momentum=e.momentum,
+        ema_decay=e.ema_decay,
         backend=e.backend,
         progress=watch.importing,
         fits=lambda layout, units: check_budgets(e, layout, units),
@@ -309,8 +312,8 @@ class _Run:
     def _settings(self) -> dict[str, Any]:
         """What the numbers of a run depend on, beside the data."""
         e = self.config.engine
-        keys = ("optimizer", "lr", "betas", "eps", "weight_decay", "max_grad_norm", "gradient_accumulation_steps")
-        values = {key: getattr(e, key) for key in keys} | dataclasses.asdict(self.config.schedule)
+        keys = ("optimizer", "ema_decay", "decay_norms_and_biases", "max_grad_norm", "gradient_accumulation_steps")
+        values = {key: getattr(e, key) for key in keys} | e.optimizer_options() | dataclasses.asdict(self.config.schedule)
         values |= {"batch_size": self.config.batch_size, "steps": self.steps}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 

@@ -5,7 +5,6 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
-#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -37,7 +36,7 @@ struct Array {
 };
 
 // Arrays of n elements: none may share memory with another.
-void check_disjoint(std::size_t n, std::initializer_list<Array> arrays) {
+void check_disjoint(std::size_t n, const std::vector<Array>& arrays) {
     for (const Array& a : arrays)
         for (const Array& b : arrays)
             ZINF_CHECK(&a == &b || a.address >= b.address + n * b.itemsize || b.address >= a.address + n * a.itemsize,
@@ -55,16 +54,29 @@ template <class F> void for_ranges(Pool* pool, std::size_t n, std::size_t piece,
     run_alone(pieces, [](void* context, std::size_t k) noexcept { (*static_cast<decltype(body)*>(context))(k); }, &body);
 }
 
-void adam(const std::string& isa, Pool* pool, std::size_t n, int weights_dtype, int grads_dtype, bool decoupled, Address weights, Address rest, Address m,
-          Address v, Address grads, const std::vector<double>& scalars) {
+// `moments` and `scalars` as the rule wants them; ema 0: no average, else `average` is {keep, take, fresh}.
+void step(const std::string& isa, Pool* pool, std::size_t n, int rule_code, int weights_dtype, int grads_dtype, Address weights, Address rest,
+          const std::vector<Address>& moments, Address ema, Address grads, const std::vector<double>& scalars, const std::vector<double>& average) {
     const Dtype w = dtype(weights_dtype), g = dtype(grads_dtype);
-    const AdamFn kernel = kernels_of(isa).adam[w][g][decoupled];
-    const Array beside = w == FP32 ? Array{"weights", weights, 0} : w == BF16 ? Array{"state: lo", rest, 2} : Array{"state: master", rest, 4};
-    check_disjoint(n, {{"weights", weights, itemsize(w)}, beside, {"state: m", m, 4}, {"state: v", v, 4}, {"grads", grads, itemsize(g)}});
-    ZINF_CHECK(scalars.size() == 9, "adam: expected 9 scalars");
-    float s[9];  // rounded once, to nearest
-    for (int k = 0; k < 9; ++k) s[k] = static_cast<float>(scalars[static_cast<std::size_t>(k)]);
-    const Adam a{at<void>(weights), at<void>(rest), at<float>(m), at<float>(v), at<void>(grads), s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8]};
+    ZINF_CHECK(rule_code >= 0 && rule_code < RULES, "no rule has the number " + std::to_string(rule_code));
+    const RuleKernels& rule = kernels_of(isa).rules[rule_code];
+    const StepFn kernel = rule.step[w][g][ema != 0];
+    ZINF_CHECK(scalars.size() == rule.scalars, "step: expected " + std::to_string(rule.scalars) + " scalars");
+    ZINF_CHECK(moments.size() == static_cast<std::size_t>(rule.moments), "step: expected " + std::to_string(rule.moments) + " moments");
+    ZINF_CHECK(ema == 0 || average.size() == 3, "step: expected 3 numbers for the average");
+    Step a{at<void>(weights), at<void>(rest), {}, at<float>(ema), at<void>(grads), {}, 0, 0, false};
+    std::vector<Array> arrays{{"weights", weights, itemsize(w)}, {"grads", grads, itemsize(g)}};
+    if (w != FP32) arrays.push_back(w == BF16 ? Array{"state: lo", rest, 2} : Array{"state: master", rest, 4});
+    for (std::size_t k = 0; k < moments.size(); ++k) {
+        a.moments[k] = at<float>(moments[k]);
+        arrays.push_back({rule_code == ADAGRAD ? "state: s" : k == 0 ? "state: m" : "state: v", moments[k], 4});
+    }
+    if (ema) {
+        arrays.push_back({"ema", ema, 4});
+        a.keep = static_cast<float>(average[0]), a.take = static_cast<float>(average[1]), a.fresh = average[2] != 0;
+    }
+    check_disjoint(n, arrays);
+    for (std::size_t k = 0; k < scalars.size(); ++k) a.scalars[k] = static_cast<float>(scalars[k]);  // rounded once, to nearest
     for_ranges(pool, n, PIECE, [&](std::size_t begin, std::size_t end) { kernel(a, begin, end); });
 }
 
@@ -123,7 +135,7 @@ PYBIND11_MODULE(_ops, module) {
         .def("close", &Pool::close, Released());
 
     module.def("available_isas", &available_isas);
-    module.def("adam", &adam, Released());
+    module.def("step", &step, Released());
     module.def("sum_squares", &sum_squares, Released());
     module.def("cast", &cast, Released());
     module.def("accumulate", &accumulate, Released());

@@ -18,24 +18,24 @@ inline constexpr std::size_t PIECE = 64 * 1024;
 // Elements in one partial sum of squares: part of the result's definition (zinf/ops/reference.py).
 inline constexpr std::size_t SUM_PIECE = 2048;
 
-// One step of Adam. `rest` is what the weights' dtype needs beside them: lo (int16) for bf16, the fp32 master for fp16,
-// nothing for fp32. The scalars are computed in double by the caller (reference.py: scalars) and rounded once.
-struct Adam {
+// The rules of rules.inl, by their numbers in zinf/ops/__init__.py.
+enum Rule : int { ADAM = 0, ADAMW = 1, SGD = 2, MOMENTUM = 3, NESTEROV = 4, LION = 5, ADAGRAD = 6, RULES = 7 };
+inline constexpr std::size_t MAX_SCALARS = 9;
+
+// One step of an optimizer. `rest` is what the weights' dtype needs beside them: lo (int16) for bf16, the fp32 master for fp16, nothing for fp32.
+// The scalars are computed in double by the caller (zinf/ops/reference.py) and rounded once.
+struct Step {
     void* weights;
     void* rest;
-    float* m;
-    float* v;
+    float* moments[2];
+    float* ema;  // an average of the weights, or null
     const void* grads;
-    float scale;         // of the gradients: unscaling and clipping in one
-    float decay;         // decoupled: 1 - lr * weight_decay; else weight_decay
-    float beta1, rise1;  // rise = 1 - beta
-    float beta2, rise2;
-    float root;  // sqrt(1 - beta2^step)
-    float eps;
-    float rate;  // lr / (1 - beta1^step)
+    float scalars[MAX_SCALARS];  // the rule's, in its order
+    float keep, take;            // of the average
+    bool fresh;                  // the average begins with this step
 };
 
-using AdamFn = void (*)(const Adam&, std::size_t begin, std::size_t end);
+using StepFn = void (*)(const Step&, std::size_t begin, std::size_t end);
 using SumFn = void (*)(const void* x, std::size_t begin, std::size_t end, double* partials);  // begin % SUM_PIECE == 0
 using CastFn = void (*)(const void* src, void* dst, std::size_t begin, std::size_t end);
 using AccumulateFn = void (*)(void* dst, const void* src, float scale, std::size_t begin, std::size_t end);
@@ -43,8 +43,14 @@ using SplitFn = void (*)(const float* src, std::uint16_t* hi, std::int16_t* lo, 
 using JoinFn = void (*)(const std::uint16_t* hi, const std::int16_t* lo, float* dst, std::size_t begin, std::size_t end);
 using CopyFn = void (*)(const char* src, char* dst, std::size_t bytes);
 
+struct RuleKernels {
+    std::size_t scalars;                 // how many the rule has
+    int moments;                         // planes that it keeps
+    StepFn step[DTYPES][DTYPES][2];      // [weights][grads][with an average]
+};
+
 struct Kernels {
-    AdamFn adam[DTYPES][DTYPES][2];  // [weights][grads][decoupled]
+    RuleKernels rules[RULES];
     SumFn sum_squares[DTYPES];
     CastFn cast[DTYPES][DTYPES];              // [src][dst]
     AccumulateFn accumulate[DTYPES][DTYPES];  // [dst][src]

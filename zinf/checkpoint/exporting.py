@@ -65,8 +65,8 @@ def export_safetensors(
         OSError: ENOSPC with the numbers, before the first byte, if there is no room; or what the disk says. No file is left
             behind, and a checkpoint that was there still is.
     """
-    if dtype is not None and dtype not in layout.MODES:
-        raise ValueError(f"dtype is {dtype!r}; it can be None, {', '.join(layout.MODES)}")
+    if dtype is not None and dtype not in layout.MASTERS:
+        raise ValueError(f"dtype is {dtype!r}; it can be None, {', '.join(layout.MASTERS)}")
     out = _plan(model, dict(names or {}), dict(buffers or {}), dtype)
     folder = os.fspath(folder)
     os.makedirs(folder, exist_ok=True)

@@ -26,7 +26,7 @@ KEPT = ("lo", "master")  # planes of state that are a part of the weights
 
 
 def restore(source: Store, records: Records, buffers: Sequence[torch.Tensor], *, moments: bool) -> None:
-    """Write every chunk of `records` from the checkpoint `source`, of the same fingerprint. Commits nothing.
+    """Write every chunk of `records` from the checkpoint `source`, of the same fingerprint (without moments: but for those). Commits nothing.
 
     Args:
         buffers: page-aligned, each as long as the records' longest chunk.
@@ -64,7 +64,7 @@ def _jobs(model: layout.Model) -> Iterator[_Job]:
             planes = tuple((name, layout.ITEMSIZE[dtype]) for name, dtype in run.mode.planes)
             for chunk in model.chunks(s, r):
                 yield _Job((WEIGHTS, s, r, chunk.index), chunk, ((WEIGHTS, run.mode.weights_bytes),))
-                if run.trainable:
+                if run.has_state:
                     yield _Job((STATE, s, r, chunk.index), chunk, planes)
 
 
@@ -79,7 +79,7 @@ class _Loader:
         kind, s, r, _ = job.key
         run, size = self._model.shards[s].runs[r], self._model.chunk
         buffer = slot.weights[: job.nbytes]
-        if size == self._records.model.chunk:
+        if size == self._records.model.chunk and (self._moments or kind == WEIGHTS):
             if self._snapshot.written(job.key):
                 return [self._snapshot.read(job.key, buffer)]
             buffer.zero_()
@@ -90,10 +90,10 @@ class _Loader:
             key, first = (kind, s, r, i), i * size
             length = min(size, run.padded - first)  # elements of the checkpoint's chunk
             a, b = max(start, first), min(end, first + length)
-            theirs = ours = 0  # where the plane begins, in bytes
-            for _, itemsize in job.planes:
+            theirs = ours = 0  # where the plane begins, in bytes; the planes that are a part of the weights come first, whatever the moments
+            for name, itemsize in job.planes:
                 piece = buffer[ours + (a - start) * itemsize : ours + (b - start) * itemsize]
-                if self._snapshot.written(key):
+                if (self._moments or kind == WEIGHTS or name in KEPT) and self._snapshot.written(key):
                     tickets.append(self._snapshot.read(key, piece, theirs + (a - first) * itemsize))
                 else:
                     piece.zero_()
@@ -103,12 +103,6 @@ class _Loader:
     def write(self, job: _Job, slot: Slot) -> list:
         """Second stage."""
         buffer = slot.weights[: job.nbytes]
-        if job.key[0] == STATE and not self._moments:
-            at = 0
-            for name, itemsize in job.planes:
-                if name not in KEPT:
-                    buffer[at : at + job.chunk.length * itemsize].zero_()
-                at += job.chunk.length * itemsize
         store = self._records.store
         run = self._records.model.shards[job.key[1]].runs[job.key[2]]
         if store is not None and not run.trainable:

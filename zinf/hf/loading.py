@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zinf import layout
 from zinf.aio import open_engine
+from zinf.algorithms import moments
 from zinf.checkpoint import SafetensorsSource, check, import_tensors
 from zinf.checkpoint.staging import Progress
 from zinf.config import Config
@@ -228,6 +229,9 @@ def from_pretrained(
     chunk_size: int | None = None,
     blocks: Sequence[str] | None = None,
     crash_safe: bool = True,
+    optimizer: str = "adamw",
+    momentum: float | None = None,
+    ema_decay: float | None = None,
     backend: str = "auto",
     revision: str | None = None,
     progress: Progress | None = None,
@@ -252,6 +256,7 @@ def from_pretrained(
         ignore_unexpected: go on if the checkpoint has tensors that the model has not.
         chunk_size: elements of a chunk; default: that of Config, or of the store that is resumed.
         blocks: class names of the blocks, see discover().
+        optimizer, momentum, ema_decay: what the engine will be given: what a new store has room for follows from them.
         progress: called with (bytes imported, bytes in all).
         fits: called with layout and units before anything is imported; raises if there is no point in it.
         build: see build_on_meta: auto_class, attn_implementation, trust_remote_code and attributes of the config.
@@ -270,7 +275,8 @@ def from_pretrained(
     units = discover(model, blocks)
     source, names = open_source(model, folder, ignore_unexpected=ignore_unexpected)
     with source:
-        plan = layout_of(units, chunk_size or Config.chunk_size)
+        keeps = moments(Config(optimizer=optimizer, momentum=momentum, ema_decay=ema_decay))  # type: ignore[arg-type]
+        plan = layout_of(units, chunk_size or Config.chunk_size, moments=keeps)
         if fits is not None:
             fits(plan, units)
         check(plan, source)

@@ -25,18 +25,21 @@ from torch import Tensor
 from zinf import _ops
 from zinf.ops import reference
 
-__all__ = ["Pool", "accumulate", "adam", "available_isas", "cast", "default_isa", "default_pool", "join", "split", "sum_squares"]
+__all__ = [
+    "Pool", "accumulate", "adagrad", "adam", "available_isas", "cast", "default_isa", "default_pool", "join", "lion", "sgd", "split", "sum_squares",
+]  # fmt: skip
 
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the numbers of csrc/ops/dispatch.h
 _FLOATS = tuple(_CODES)
 _BF16, _FP32, _INT16 = (torch.bfloat16,), (torch.float32,), (torch.int16,)
-# The planes of state beside each dtype of weights, in order.
-_MOMENTS = (("state: m", _FP32), ("state: v", _FP32))
-_STATES: dict[torch.dtype, tuple[tuple[str, tuple[torch.dtype, ...]], ...]] = {
-    torch.bfloat16: (("state: lo", _INT16), *_MOMENTS),
-    torch.float16: (("state: master", _FP32), *_MOMENTS),
-    torch.float32: _MOMENTS,
+# What each dtype of weights needs beside them, so that both together are an fp32 master.
+_RESTS: dict[torch.dtype, tuple[tuple[str, tuple[torch.dtype, ...]], ...]] = {
+    torch.bfloat16: (("state: lo", _INT16),),
+    torch.float16: (("state: master", _FP32),),
+    torch.float32: (),
 }
+_ADAM, _ADAMW, _SGD, _MOMENTUM, _NESTEROV, _LION, _ADAGRAD = range(7)  # the rules of csrc/ops/dispatch.h
+Average = reference.Average
 
 
 class Pool:
@@ -138,6 +141,31 @@ def _workers(pool: Pool | None, n: int) -> _ops.Pool | None:
     return pool._native
 
 
+def _step(
+    rule: int, moments: str, weights: Tensor, state: tuple[Tensor, ...], grads: Tensor, scalars: tuple[float, ...], ema: Average, fresh: bool,
+    pool: Pool | None, isa: str | None,
+) -> None:  # fmt: skip
+    """One step of an optimizer that keeps `moments`, a plane for each letter."""
+    at_weights = _address("weights", weights, _FLOATS)
+    n = weights.numel()
+    at_grads = _address("grads", grads, _FLOATS, n)
+    planes = (*_RESTS[weights.dtype], *((f"state: {name}", _FP32) for name in moments))
+    if len(state) != len(planes):
+        names = ", ".join(name.removeprefix("state: ") for name, _ in planes)
+        raise ValueError(f"state: expected ({names}) beside {weights.dtype} weights, got {len(state)} tensors")
+    places = [_address(name, x, dtypes, n) for x, (name, dtypes) in zip(state, planes, strict=True)]
+    first = len(places) - len(moments)
+    at_ema = 0
+    average: tuple[float, ...] = ()
+    if ema is not None:
+        at_ema, average = _address("ema", ema[0], _FP32, n), (ema[1], 1.0 - ema[1], float(fresh))
+        if not 0.0 <= ema[1] < 1.0:
+            raise ValueError(f"ema: expected a decay of at least 0 and less than 1, got {ema[1]}")
+    codes = rule, _CODES[weights.dtype], _CODES[grads.dtype]
+    at_rest = places[0] if first else 0
+    _ops.step(isa or default_isa(), _workers(pool, n), n, *codes, at_weights, at_rest, places[first:], at_ema if n else 0, at_grads, scalars, average)
+
+
 def adam(
     weights: Tensor,
     state: tuple[Tensor, ...],
@@ -151,6 +179,7 @@ def adam(
     step: int,
     grad_scale: float = 1.0,
     decoupled: bool = True,
+    ema: Average = None,
     pool: Pool | None = None,
     isa: str | None = None,
 ) -> None:
@@ -167,22 +196,102 @@ def adam(
         fp16: (master fp32, m fp32, v fp32); p is the master, weights become its rounding
         fp32: (m fp32, v fp32); p is weights
     grads: (n,) bf16, fp16 or fp32; only read. step: from 1. grad_scale: unscaling and clipping in one factor.
+    ema: (plane, decay): an average of the weights, (n,) fp32, kept in the same pass: plane = decay * plane + (1 - decay) * p, of the p after the
+        step; at step 1 the plane is first set to the p before it.
 
     Kingma and Ba 2015 (algorithm 1), Loshchilov and Hutter 2019 (algorithm 2); eps stands where torch.optim has it.
     """
-    at_weights = _address("weights", weights, _FLOATS)
-    n = weights.numel()
-    at_grads = _address("grads", grads, _FLOATS, n)
-    planes = _STATES[weights.dtype]
-    if len(state) != len(planes):
-        names = ", ".join(name.removeprefix("state: ") for name, _ in planes)
-        raise ValueError(f"state: expected ({names}) beside {weights.dtype} weights, got {len(state)} tensors")
-    places = [_address(name, x, dtypes, n) for x, (name, dtypes) in zip(state, planes, strict=True)]
     decoupled = decoupled or weight_decay == 0.0
-    scalars = reference.scalars(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, decoupled=decoupled)
-    *rest, m, v = places
-    codes = _CODES[weights.dtype], _CODES[grads.dtype]
-    _ops.adam(isa or default_isa(), _workers(pool, n), n, *codes, decoupled, at_weights, rest[0] if rest else 0, m, v, at_grads, scalars)
+    scalars = reference.adam_scalars(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, decoupled=decoupled)
+    _step(_ADAMW if decoupled else _ADAM, "mv", weights, state, grads, scalars, ema, step == 1, pool, isa)
+
+
+def sgd(
+    weights: Tensor,
+    state: tuple[Tensor, ...],
+    grads: Tensor,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    ema: Average = None,
+    pool: Pool | None = None,
+    isa: str | None = None,
+) -> None:
+    """One step of torch.optim.SGD, in place, in fp32 arithmetic.
+
+        g = grads * grad_scale + weight_decay * p
+        m = momentum * m + (1 - dampening) * g              at step 1: m = g
+        p = p - lr * m                                      with nesterov: p - lr * (g + momentum * m); without momentum: p - lr * g
+
+    state ends in m (n,) fp32 if there is momentum; else it is only what the dtype of weights needs, nothing for fp32. All else as for `adam`.
+    """
+    scalars = reference.sgd_scalars(
+        lr=lr, momentum=momentum, dampening=dampening, nesterov=nesterov, weight_decay=weight_decay, step=step, grad_scale=grad_scale
+    )
+    rule = _SGD if momentum == 0.0 else _NESTEROV if nesterov else _MOMENTUM
+    _step(rule, "" if rule == _SGD else "m", weights, state, grads, scalars, ema, step == 1, pool, isa)
+
+
+def lion(
+    weights: Tensor,
+    state: tuple[Tensor, ...],
+    grads: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    ema: Average = None,
+    pool: Pool | None = None,
+    isa: str | None = None,
+) -> None:
+    """One step of Lion, in place, in fp32 arithmetic.
+
+        g = grads * grad_scale
+        p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
+        m = beta2 * m + (1 - beta2) * g
+
+    state ends in m (n,) fp32. All else as for `adam`. Chen et al. 2023, algorithm 2.
+    """
+    scalars = reference.lion_scalars(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, step=step, grad_scale=grad_scale)
+    _step(_LION, "m", weights, state, grads, scalars, ema, step == 1, pool, isa)
+
+
+def adagrad(
+    weights: Tensor,
+    state: tuple[Tensor, ...],
+    grads: Tensor,
+    *,
+    lr: float,
+    lr_decay: float = 0.0,
+    initial_accumulator_value: float = 0.0,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    ema: Average = None,
+    pool: Pool | None = None,
+    isa: str | None = None,
+) -> None:
+    """One step of Adagrad, in place, in fp32 arithmetic.
+
+        g = grads * grad_scale + weight_decay * p
+        s = s + g * g                                       at step 1: s = initial_accumulator_value + g * g, of a plane of zeros
+        p = p - lr / (1 + (step - 1) * lr_decay) * (g / (sqrt(s) + eps))
+
+    state ends in s (n,) fp32. All else as for `adam`. Duchi et al. 2011, as torch.optim.Adagrad has it.
+    """
+    scalars = reference.adagrad_scalars(
+        lr=lr, lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale
+    )
+    _step(_ADAGRAD, "s", weights, state, grads, scalars, ema, step == 1, pool, isa)
 
 
 def sum_squares(grads: Tensor, initial: float = 0.0, *, pool: Pool | None = None, isa: str | None = None) -> float:

@@ -10,6 +10,7 @@ Functions and arguments are those of zinf.ops, where shapes, dtypes and errors a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,8 @@ PIECE = 2048  # elements in one partial sum of squares
 LANES = 32  # interleaved sums inside a piece
 
 
-class Scalars(NamedTuple):
-    """What a step multiplies and divides by, computed in double; each is rounded to fp32 once, when it is used."""
+class Adam(NamedTuple):
+    """What a step of Adam multiplies and divides by, computed in double; each is rounded to fp32 once, when it is used. So for the others."""
 
     scale: float
     decay: float
@@ -33,23 +34,90 @@ class Scalars(NamedTuple):
     rate: float
 
 
-def scalars(*, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, grad_scale: float, decoupled: bool) -> Scalars:
-    """The constants of step `step` (from 1); see `adam` for where each one goes. Raises ValueError where none are defined."""
+class Sgd(NamedTuple):
+    """Of SGD without momentum."""
+
+    scale: float
+    decay: float
+    rate: float
+
+
+class Momentum(NamedTuple):
+    """Of SGD with momentum."""
+
+    scale: float
+    decay: float
+    momentum: float
+    rise: float
+    rate: float
+
+
+class Lion(NamedTuple):
+    """Of Lion."""
+
+    scale: float
+    decay: float
+    beta1: float
+    rise1: float
+    beta2: float
+    rise2: float
+    rate: float
+
+
+class Adagrad(NamedTuple):
+    """Of Adagrad."""
+
+    scale: float
+    decay: float
+    start: float
+    eps: float
+    rate: float
+
+
+Average = tuple[Tensor, float] | None  # the plane of an average of the weights, and its decay
+
+
+def adam_scalars(*, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, grad_scale: float, decoupled: bool) -> Adam:
+    """The constants of step `step` (from 1); see `adam` for where each one goes. Raises ValueError where none are defined; so do the others."""
+    check_step(step)
+    check_betas(beta1, beta2)
+    decay = 1.0 - lr * weight_decay if decoupled else weight_decay
+    return Adam(grad_scale, decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, math.sqrt(1.0 - beta2**step), eps, lr / (1.0 - beta1**step))
+
+
+def sgd_scalars(*, lr: float, momentum: float, dampening: float, nesterov: bool, weight_decay: float, step: int, grad_scale: float) -> Sgd | Momentum:
+    """The constants of `sgd`. At a parameter's first step its momentum becomes the whole gradient, as in torch."""
+    check_step(step)
+    if momentum < 0.0 or (nesterov and (momentum == 0.0 or dampening != 0.0)):
+        raise ValueError(f"momentum: expected at least 0, and with nesterov more than 0 and no dampening, got {momentum} and {dampening}")
+    if momentum == 0.0:
+        return Sgd(grad_scale, weight_decay, lr)
+    return Momentum(grad_scale, weight_decay, momentum, 1.0 if step == 1 else 1.0 - dampening, lr)
+
+
+def lion_scalars(*, lr: float, beta1: float, beta2: float, weight_decay: float, step: int, grad_scale: float) -> Lion:
+    """The constants of `lion`."""
+    check_step(step)
+    check_betas(beta1, beta2)
+    return Lion(grad_scale, 1.0 - lr * weight_decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr)
+
+
+def adagrad_scalars(*, lr: float, lr_decay: float, initial_accumulator_value: float, eps: float, weight_decay: float, step: int, grad_scale: float) -> Adagrad:
+    """The constants of `adagrad`. The accumulator's initial value comes in at a parameter's first step, so that state may begin as zeros."""
+    check_step(step)
+    return Adagrad(grad_scale, weight_decay, initial_accumulator_value if step == 1 else 0.0, eps, lr / (1.0 + (step - 1) * lr_decay))
+
+
+def check_step(step: int) -> None:
+    """Raise ValueError unless `step` counts from 1."""
     if step < 1:
         raise ValueError(f"step: expected at least 1, got {step}")
+
+
+def check_betas(beta1: float, beta2: float) -> None:
+    """Raise ValueError unless both are in [0, 1)."""
     if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
         raise ValueError(f"beta1, beta2: expected at least 0 and less than 1, got {beta1} and {beta2}")
-    return Scalars(
-        scale=grad_scale,
-        decay=1.0 - lr * weight_decay if decoupled else weight_decay,
-        beta1=beta1,
-        rise1=1.0 - beta1,
-        beta2=beta2,
-        rise2=1.0 - beta2,
-        root=math.sqrt(1.0 - beta2**step),
-        eps=eps,
-        rate=lr / (1.0 - beta1**step),
-    )
 
 
 def adam(
@@ -65,6 +133,7 @@ def adam(
     step: int,
     grad_scale: float = 1.0,
     decoupled: bool = True,
+    ema: Average = None,
     pool: Any = None,
     isa: str | None = None,
 ) -> None:
@@ -73,24 +142,135 @@ def adam(
     Kingma and Ba 2015 (algorithm 1), Loshchilov and Hutter 2019 (algorithm 2), with torch.optim's placing of eps.
     """
     decoupled = decoupled or weight_decay == 0.0  # the same mathematics; p * 1 is exact, g + 0 * p is not if p is infinite
-    values = scalars(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, decoupled=decoupled)
-    c = {name: torch.tensor(value, dtype=torch.float32) for name, value in values._asdict().items()}
+    c = _rounded(adam_scalars(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, decoupled=decoupled))
     *rest, m, v = state
-    if weights.dtype == torch.bfloat16:
-        p = torch.empty_like(m)
-        join(weights, rest[0], p)
-    else:
-        p = rest[0] if rest else weights
 
-    g = grads.float() * c["scale"]
-    if decoupled:
+    def rule(p: Tensor, g: Tensor) -> Tensor:
+        g = g * c["scale"]
+        if decoupled:
+            p = p * c["decay"]
+        else:
+            g = g + p * c["decay"]
+        m.copy_(m * c["beta1"] + g * c["rise1"])
+        v.copy_(v * c["beta2"] + (g * g) * c["rise2"])
+        return p - c["rate"] * (m / (_sqrt(v) / c["root"] + c["eps"]))
+
+    _apply(rule, weights, rest, grads, ema, step)
+
+
+def sgd(
+    weights: Tensor,
+    state: tuple[Tensor, ...],
+    grads: Tensor,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    ema: Average = None,
+    pool: Any = None,
+    isa: str | None = None,
+) -> None:
+    """One step of torch.optim.SGD, in place. With momentum `state` ends in m, without it is only the rest of the master."""
+    scalars = sgd_scalars(lr=lr, momentum=momentum, dampening=dampening, nesterov=nesterov, weight_decay=weight_decay, step=step, grad_scale=grad_scale)
+    c = _rounded(scalars)
+
+    def plain(p: Tensor, g: Tensor) -> Tensor:
+        return p - c["rate"] * (g * c["scale"] + p * c["decay"])
+
+    def heavy(p: Tensor, g: Tensor) -> Tensor:
+        g = g * c["scale"] + p * c["decay"]
+        m.copy_(m * c["momentum"] + g * c["rise"])
+        return p - c["rate"] * (g + m * c["momentum"] if nesterov else m)
+
+    if isinstance(scalars, Sgd):
+        _apply(plain, weights, list(state), grads, ema, step)
+    else:
+        *rest, m = state
+        _apply(heavy, weights, rest, grads, ema, step)
+
+
+def lion(
+    weights: Tensor,
+    state: tuple[Tensor, ...],
+    grads: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    ema: Average = None,
+    pool: Any = None,
+    isa: str | None = None,
+) -> None:
+    """One step of Lion (Chen et al. 2023, algorithm 2) with decoupled weight decay, in place."""
+    c = _rounded(lion_scalars(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, step=step, grad_scale=grad_scale))
+    *rest, m = state
+
+    def rule(p: Tensor, g: Tensor) -> Tensor:
+        g = g * c["scale"]
         p = p * c["decay"]
-    else:
-        g = g + p * c["decay"]
-    m.copy_(m * c["beta1"] + g * c["rise1"])
-    v.copy_(v * c["beta2"] + (g * g) * c["rise2"])
-    p = p - c["rate"] * (m / (_sqrt(v) / c["root"] + c["eps"]))
+        blend = m * c["beta1"] + g * c["rise1"]
+        sign = torch.where(blend.isnan(), blend, torch.sign(blend))  # torch's sign of NaN is 0
+        m.copy_(m * c["beta2"] + g * c["rise2"])
+        return p - c["rate"] * sign
 
+    _apply(rule, weights, rest, grads, ema, step)
+
+
+def adagrad(
+    weights: Tensor,
+    state: tuple[Tensor, ...],
+    grads: Tensor,
+    *,
+    lr: float,
+    lr_decay: float = 0.0,
+    initial_accumulator_value: float = 0.0,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    ema: Average = None,
+    pool: Any = None,
+    isa: str | None = None,
+) -> None:
+    """One step of Adagrad (Duchi et al. 2011, as torch.optim.Adagrad has it), in place."""
+    c = _rounded(
+        adagrad_scalars(
+            lr=lr, lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale
+        )
+    )
+    *rest, s = state
+
+    def rule(p: Tensor, g: Tensor) -> Tensor:
+        g = g * c["scale"] + p * c["decay"]
+        s.copy_((s + c["start"]) + g * g)
+        return p - c["rate"] * (g / (_sqrt(s) + c["eps"]))
+
+    _apply(rule, weights, rest, grads, ema, step)
+
+
+def _rounded(scalars: Any) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars._asdict().items()}
+
+
+def _apply(rule: Callable[[Tensor, Tensor], Tensor], weights: Tensor, rest: list[Tensor], grads: Tensor, ema: Average, step: int) -> None:
+    """Step the fp32 master of `weights` and `rest` by `rule`; then the average, which begins at the weights before the first step."""
+    if weights.dtype == torch.bfloat16:
+        old = torch.empty_like(weights, dtype=torch.float32)
+        join(weights, rest[0], old)
+    else:
+        old = rest[0] if rest else weights
+    p = rule(old, grads.float())
+    if ema is not None:
+        average, decay = ema
+        keep, take = (torch.tensor(x, dtype=torch.float32) for x in (decay, 1.0 - decay))
+        average.copy_((old if step == 1 else average) * keep + p * take)
     if weights.dtype == torch.bfloat16:
         split(p, weights, rest[0])
         return

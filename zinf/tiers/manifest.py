@@ -148,7 +148,7 @@ def _checked(fields: dict[str, Any]) -> Manifest:
         raise ValueError(f"shares {shares}")
     versions = fields["versions"].encode()
     sums = array.array("Q", bytes.fromhex(fields["checksums"]))
-    count = sum(len(run.chunks(model.chunk)) * (2 if run.trainable else 1) for shard in model.shards for run in shard.runs)
+    count = sum(len(run.chunks(model.chunk)) * (2 if run.has_state else 1) for shard in model.shards for run in shard.runs)
     if len(versions) != count or len(sums) != count or set(versions) - set(b"01-"):
         raise ValueError(f"{len(versions)} versions and {len(sums)} checksums for {count} chunks")
     if not _whole(fields["step"]) or not isinstance(fields["extra"], dict):
@@ -174,10 +174,12 @@ def check_layout(model: layout.Model) -> None:
         raise ValueError("a model without shards")
     if not (_whole(model.chunk) and _whole(model.rank) and _whole(model.world_size) and model.rank < model.world_size):
         raise ValueError(f"chunk {model.chunk!r}, rank {model.rank!r} of {model.world_size!r}")
+    if len(set(model.moments)) < len(model.moments) or not all(type(name) is str and name.isidentifier() for name in model.moments):
+        raise ValueError(f"moments {model.moments!r}")
     total = 0
     for shard in model.shards:
         for run in shard.runs:
-            if run.dtype not in layout.MODES or not run.params or type(run.trainable) is not bool or type(shard.name) is not str:
+            if run.dtype not in layout.MASTERS or not run.params or type(run.trainable) is not bool or type(shard.name) is not str:
                 raise ValueError(f"shard {shard.name!r} has a run of dtype {run.dtype!r} with {len(run.params)} parameters, trainable {run.trainable!r}")
             end = 0
             for p in run.params:

@@ -153,9 +153,24 @@ def check_live(path: str, committed: Manifest) -> None:
         raise StoreError(f"{path} is a checkpoint, and training would overwrite it: give a nvme_path of its own, and call engine.load_checkpoint({path!r})")
 
 
+def users(moments: tuple[str, ...]) -> str:
+    """The optimizers that keep these planes, for people: "adamw or adam (m, v)"."""
+    average = moments[-1:] == ("ema",)
+    names = _USERS.get(moments[:-1] if average else moments, "an optimizer unknown here")
+    return f"{names}{' with an average of the weights' if average else ''} ({', '.join(moments) or 'none'})"
+
+
+_USERS = {("m", "v"): "adamw or adam", ("m",): "lion or sgd with momentum", ("s",): "adagrad", (): "sgd without momentum"}
+
+
 def check_expected(path: str, committed: Manifest, expect: layout.Model | None) -> None:
     if expect is None:
         return
+    if committed.model.moments != expect.moments:
+        raise StoreError(
+            f"the store at {path} has room for the state of {users(committed.model.moments)}, and this run needs that of {users(expect.moments)}: "
+            f"use the optimizer it was made for, or import again under another run_name (from_pretrained takes optimizer, momentum and ema_decay)"
+        )
     found, wanted = committed.model.fingerprint(), expect.fingerprint()
     if found != wanted:
         raise StoreError(

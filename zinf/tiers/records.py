@@ -32,7 +32,7 @@ class Records:
         for s, shard in enumerate(model.shards):
             if arena is not None and (plan.weights[s] is Tier.HOST or (plan.weights[s] is Tier.DEVICE and not direct)):
                 self.adopt_weights(s, arena.carve(shard.weights_nbytes, f"weights of {shard.name}"))
-            if arena is not None and plan.state[s] is Tier.HOST and shard.trainable:
+            if arena is not None and plan.state[s] is Tier.HOST and shard.has_state:
                 self._adopt_state(s, arena.carve(shard.state_nbytes, f"state of {shard.name}"))
 
     def adopt_weights(self, s: int, buffer: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ class Records:
     def _adopt_state(self, s: int, buffer: torch.Tensor) -> None:
         at = 0
         for r, run in enumerate(self.model.shards[s].runs):
-            for chunk in self.model.chunks(s, r) if run.trainable else ():
+            for chunk in self.model.chunks(s, r) if run.has_state else ():
                 nbytes = chunk.length * run.mode.state_bytes
                 self._homes[STATE, s, r, chunk.index] = buffer[at : at + nbytes].zero_()
                 at += nbytes

@@ -13,7 +13,9 @@
 
 namespace zinf::ops::avx512 {
 #include "../half.h"
-#include "../adam.inl"
+#include "../split.inl"
+#include "../rules.inl"
+#include "../step.inl"
 #include "../reduce.inl"
 #include "../cast.inl"
 #include "table.inl"

@@ -12,7 +12,9 @@
 
 namespace zinf::ops::baseline {
 #include "../half.h"
-#include "../adam.inl"
+#include "../split.inl"
+#include "../rules.inl"
+#include "../step.inl"
 #include "../reduce.inl"
 #include "../cast.inl"
 #include "table.inl"
