@@ -43,7 +43,7 @@ def oracle_of(name, dtype=torch.bfloat16, net=None, **options):
 
 def engine_of(name, folder=None, dtype=torch.bfloat16, net=None, **options):
     optimizer, own, *_ = OPTIMIZERS[name]
-    options = {**own, "lr": 1e-2, "weight_decay": 0.1, "leaf_bytes": LEAF_BYTES, **options}
+    options = {**own, "lr": 1e-2, "weight_decay": 0.1, "leaf_bytes": LEAF_BYTES, "loss_scale": 1, **options}
     if folder is not None:
         options = {"nvme_path": str(folder), "run_name": f"run{next(_runs)}", **NVME, **options}
     return Engine(net or model(dtype), optimizer=optimizer, **options)

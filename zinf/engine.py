@@ -556,7 +556,13 @@ class Engine:
 
     def _snapshot(self) -> dict[str, Any]:
         """All that a resumed engine needs beyond the records, as of now."""
-        engine = {**self._stepper.state(), "groups": self._groups(), "rng": rng.capture(), "buffers": self._buffers.capture()}
+        engine = {
+            **self._stepper.state(),
+            "optimizer": self.config.optimizer,
+            "groups": self._groups(),
+            "rng": rng.capture(),
+            "buffers": self._buffers.capture(),
+        }
         return {**self._import, "engine": engine, "user": self.extra, "objects": self.objects.capture()}
 
     def _groups(self) -> list[dict[str, Any]]:
