@@ -50,7 +50,7 @@ class Oracle:
         self.max_grad_norm, self.wide = max_grad_norm, wide
         self.loss_scale = 1.0  # of the step at hand
         units = discover(model, blocks, leaf_bytes)
-        self.layout = layout_of(units, layout.PIECE, moments)
+        self.layout = layout_of(units, layout.PIECE, moments=moments)
         self.params = dict(model.named_parameters())
         self.state = {}
         for shard in self.layout.shards:

@@ -201,7 +201,7 @@ def may_train(model: nn.Module, patterns: Sequence[str] | None = None) -> frozen
     return frozenset(name for name, p in model.named_parameters() if p.requires_grad).union(*later.values())
 
 
-def layout_of(units: Sequence[Unit], chunk: int, stateful: Collection[str] | None = None, moments: tuple[str, ...] = layout.MOMENTS) -> layout.Model:
+def layout_of(units: Sequence[Unit], chunk: int, stateful: Collection[str] | None = None, *, moments: tuple[str, ...] = layout.MOMENTS) -> layout.Model:
     """The layout of units, a shard for each, in chunks of `chunk` elements: dtypes and shapes are the parameters' now.
 
     Args:

@@ -90,7 +90,7 @@ class Engine:
         stateful = memory.stateful(model, trained, config, self.origin, resume)
         self._units = discover(model, config.blocks, config.leaf_bytes, stateful)
         chunk = config.chunk_size if self.origin is None else self.origin.chunk_size
-        self.layout = layout_of(self._units, chunk, stateful, moments(config, groups))
+        self.layout = layout_of(self._units, chunk, stateful, moments=moments(config, groups))
         scaled = scaling.scales(config, self.layout)
         self.step_mode = _choose_step_mode(config, self.origin is not None or bool(config.nvme_path), scaled)
         self._scaler = scaling.LossScaler(config, scaled)
