@@ -22,7 +22,7 @@ BLOCK, EMBEDDING, ROOT = "model.layers.1.mlp.up_proj.weight", "model.embed_token
 
 def build(tmp_path, place="nvme", model=None, **options) -> Engine:
     nvme = {"nvme_path": str(tmp_path)} if place != "memory" else {}
-    return Engine(model or llama(), leaf_bytes=LEAF_BYTES, **{**HYPER, **PLACES[place], **nvme, **options})
+    return Engine(model or llama(), leaf_bytes=LEAF_BYTES, loss_scale=1, **{**HYPER, **PLACES[place], **nvme, **options})
 
 
 def step(engine, oracle, ids):
