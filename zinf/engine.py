@@ -157,7 +157,7 @@ class Engine:
                 shard.make_placeholders()
         if self.fused_head is not None:
             self._undo.insert(0, self.fused_head.install_above())  # what was put on top comes off first
-        pre = self.module.register_forward_pre_hook(_weak(self._begin_forward), with_kwargs=True)
+        pre = self.module.register_forward_pre_hook(_weak(self._begin_forward), with_kwargs=True, prepend=True)  # sees what the caller asked for
         post = self.module.register_forward_hook(_weak(self._end_forward), always_call=True)
         self._undo += [pre.remove, post.remove, *guards.install(self.module, _weak(self.load_state_dict))]
 
