@@ -27,6 +27,7 @@ class Oracle:
         eps=1e-8,
         weight_decay=0.0,
         max_grad_norm=None,
+        max_grad_value=None,
         decoupled=True,
         wide=False,
         blocks=None,
@@ -47,7 +48,7 @@ class Oracle:
             options |= dict(eps=eps)
         self.optimizer = torch.optim.Optimizer(groups or list(model.parameters()), dict(lr=lr, weight_decay=weight_decay, **options))  # schedulers work on it
         moments = (*moments, "ema") if ema_decay is not None else tuple(moments)
-        self.max_grad_norm, self.wide = max_grad_norm, wide
+        self.max_grad_norm, self.max_grad_value, self.wide = max_grad_norm, max_grad_value, wide
         self.loss_scale = 1.0  # of the step at hand
         units = discover(model, blocks, leaf_bytes)
         self.layout = layout_of(units, layout.PIECE, moments=moments)
@@ -130,7 +131,9 @@ class Oracle:
         if "betas" in group:
             hyper |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         ema = (state.pop(), self.ema_decay) if self.ema_decay is not None else None
-        getattr(reference, self.algorithm)(weights, tuple(state), grads, step=self.steps[name], grad_scale=scale, ema=ema, **hyper)
+        getattr(reference, self.algorithm)(
+            weights, tuple(state), grads, step=self.steps[name], grad_scale=scale, max_abs=self.max_grad_value or math.inf, ema=ema, **hyper
+        )
 
     def snapshot(self):
         """(weights by name, state planes by (shard, run)) as copies. Weights in the dtype they began with: some routers cast theirs in forward, for good."""

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from models import HYPER, LEAF_BYTES, batches, llama, oracle_run
-from oracle import assert_same, engine_snapshot
+from oracle import Oracle, assert_same, engine_snapshot
 
 from zinf.engine import Engine
 from zinf.errors import NonFiniteError
@@ -22,6 +22,22 @@ modes = pytest.mark.parametrize("mode", ["backward", "deferred"])
 
 def engine_of(folder, model=None, **options):
     return Engine(model or llama(), nvme_path=str(folder), **{"leaf_bytes": LEAF_BYTES, **NVME, **HYPER, **options})
+
+
+def train(engine, ids):
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    return engine.step()
+
+
+def train_all(engine, many):
+    losses, norms = [], []
+    for ids in many:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        losses.append(loss.item())
+        norms.append(engine.step().grad_norm)
+    return losses, norms
 
 
 # -- the norm ---------------------------------------------------------------------------------------------------------------
@@ -46,18 +62,60 @@ def test_norm_and_coefficient_are_torchs(tmp_path, dtype, max_norm):
         assert len(pending) == 1 and pending.pop() == pytest.approx((copies[3].grad.abs().max() / before).item(), rel=1e-6)
 
 
+# -- clipping by value --------------------------------------------------------------------------------------------------------
+
+
+PLACES = [({}, "cpu", "deferred"), (NVME, "sim", "deferred"), (NVME, "cpu", "backward"), (NVME, "sim", "backward")]
+
+
+@pytest.mark.parametrize(("tiers", "device", "mode"), PLACES)
+def test_clipping_by_value_that_bites(tmp_path, tiers, device, mode):
+    """Also where shards are stepped under backward, as no norm is needed. The norm that is reported is that of unclipped grads."""
+    value = 1e-3
+    plain = oracle_run(3)
+    want = oracle_run(3, max_grad_value=value)
+    assert want[0] != plain[0] and want[1][0] == plain[1][0]
+    where = dict(nvme_path=str(tmp_path), **tiers) if tiers else {}
+    with Engine(llama(), device=device, step_mode=mode, leaf_bytes=LEAF_BYTES, max_grad_value=value, **where, **HYPER) as engine:
+        losses, norms = train_all(engine, batches(3))
+        assert (losses, norms) == want[:2]
+        assert_same(engine_snapshot(engine), want[2])
+
+
+@devices
+@pytest.mark.parametrize("scaled", [False, True])
+def test_norm_comes_before_value(tmp_path, device, scaled):
+    """Both, as clip_grad_norm_ and then clip_grad_value_ on summed and unscaled gradients; under a loss scale as well."""
+    dtype = torch.float16 if scaled else torch.float32
+    oracle = Oracle(llama(dtype, **SMALL), **HYPER, leaf_bytes=LEAF_BYTES, wide=True)
+    oracle.loss_scale = 2.0**8 if scaled else 1.0
+    options = dict(max_grad_norm=0.25, max_grad_value=1e-3, gradient_accumulation_steps=2, loss_scale=2.0**8)
+    bites = 0
+    with engine_of(tmp_path, llama(dtype, **SMALL), device=device, **options) as engine:
+        for ids in batches(3):
+            for part in ids.chunk(2):
+                for owner, model in ((engine, engine), (oracle, oracle.model)):
+                    owner.backward(model(input_ids=part, labels=part, use_cache=False).loss / 2)
+            stats = engine.step()
+            scale = min(1.0, 0.25 / (stats.grad_norm + 1e-6))
+            assert scale < 1
+            for name, g in oracle.sums.items():  # what torch's two functions do, one after the other; powers of two round nothing
+                g = torch.nn.Parameter(g), g * torch.tensor(scale / oracle.loss_scale)
+                g[0].grad = g[1]
+                torch.nn.utils.clip_grad_value_([g[0]], 1e-3, foreach=False)
+                bites += (g[0].grad.abs() == 1e-3).sum().item()
+                oracle.sums[name] = g[0].grad * oracle.loss_scale
+            oracle.step()
+            assert bites
+        assert_same(engine_snapshot(engine), oracle.snapshot())
+
+
 # -- gradients that are not finite --------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def clean(steps):
     return oracle_run(steps)
-
-
-def train(engine, ids):
-    loss = engine(input_ids=ids, labels=ids).loss
-    engine.backward(loss)
-    return engine.step()
 
 
 SHARDS = ["model.embed_tokens", "model.layers.0", "model.layers.2", "model.layers.3", "root"]  # the embedding is the tied head as well

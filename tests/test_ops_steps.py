@@ -6,6 +6,7 @@ Adam's own tests stand in test_ops.py; here it is what the average of the weight
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -48,8 +49,9 @@ def state_of(name: str, dtype: torch.dtype, state: tuple[Tensor, ...]) -> tuple[
     average=st.booleans(),
     first=st.sampled_from([1, 1000]),
     scale=st.sampled_from([1.0, 0.37, 1e30]),
+    most=st.sampled_from([math.inf, 0.1, 1e-40]),
 )
-def test_steps_have_the_bits_of_the_reference(name, weights_dtype, grads_dtype, n, offset, isa, seed, kind, average, first, scale):
+def test_steps_have_the_bits_of_the_reference(name, weights_dtype, grads_dtype, n, offset, isa, seed, kind, average, first, scale, most):
     function, options, _ = STEPS[name]
     generator = torch.Generator().manual_seed(seed)
     weights, state = training(generator, n, weights_dtype, kind)
@@ -58,7 +60,7 @@ def test_steps_have_the_bits_of_the_reference(name, weights_dtype, grads_dtype, 
     for step in range(first, first + 2):
         grads = numbers(generator, n, kind).to(grads_dtype)
         for ops_of, w, (*planes, ema), g in ((reference, weights, state, grads), (ops, got_weights, got_state, shifted(grads, (7 * offset) % 13))):
-            how = dict(step=step, grad_scale=scale, ema=(ema, 0.9) if average else None, isa=isa)
+            how = dict(step=step, grad_scale=scale, max_abs=most, ema=(ema, 0.9) if average else None, isa=isa)
             getattr(ops_of, function)(w, tuple(planes), g, **options, **how)
     for got, want in zip((got_weights, *got_state), (weights, *state), strict=True):
         same(got, want)
@@ -162,6 +164,27 @@ def test_the_average_is_that_of_swa_utils(name):
         getattr(ops, function)(p, state, g, step=step, ema=(plane, 0.9), **options)
         averaged = torch.lerp(averaged, p.double(), 0.1)
     assert (plane.double() - averaged).abs().max() < 20 * 2**-22  # two roundings a step of numbers below 4
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_clipping_by_value_is_clip_grad_value(name):
+    """Of the scaled gradient: the same bits as a step with gradients that torch.nn.utils.clip_grad_value_ has clipped. NaN stays NaN."""
+    function, options, _ = STEPS[name]
+    generator = torch.Generator().manual_seed(6)
+    weights, state = training(generator, 3000, FP32, "normal")
+    state = state_of(name, FP32, state)
+    grads = torch.randn(3000, generator=generator)
+    grads[7], grads[8], grads[9], grads[10] = math.nan, math.inf, -math.inf, -0.0
+    p = torch.nn.Parameter(weights.clone())
+    p.grad = grads / 4
+    torch.nn.utils.clip_grad_value_([p], 0.3, foreach=False)
+    ours, theirs = clones(weights, state), clones(weights, state)
+    getattr(ops, function)(*ours, grads, step=2, grad_scale=0.25, max_abs=0.3, **options)
+    getattr(ops, function)(*theirs, p.grad, step=2, **options)
+    for got, want in zip((ours[0], *ours[1]), (theirs[0], *theirs[1]), strict=True):
+        same(got, want)
+    with pytest.raises(ValueError, match="max_abs: expected more than 0, got 0"):
+        getattr(ops, function)(*ours, grads, step=2, max_abs=0.0, **options)
 
 
 def test_wrong_arguments_are_named():

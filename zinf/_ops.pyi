@@ -25,6 +25,7 @@ def step(
     ema: int,
     grads: int,
     scalars: Sequence[float],
+    most: float,
     average: Sequence[float],
     /,
 ) -> None: ...

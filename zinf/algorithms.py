@@ -32,7 +32,7 @@ class Algorithm(Protocol):
         """The planes of state that a step needs."""
 
     def step(self, weights: Tensor, planes: Planes, grads: Tensor, **how: Any) -> None:
-        """Step flat weights and planes in place. `how`: step (from 1), grad_scale, ema and pool, as the functions of zinf.ops take them."""
+        """Step flat weights and planes in place. `how`: step (from 1), grad_scale, max_abs, ema and pool, as the functions of zinf.ops take them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ The bytes stay where they landed from the read to the write: in the slab itself 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -42,13 +43,14 @@ class Segment:
 
 @dataclasses.dataclass
 class StepSpec:
-    """One shard's step: what multiplies its grads, and the segments of each run. A run without segments is left alone.
+    """One shard's step: what multiplies its grads, what then clips each of them, and the segments of each run. A run without segments is left alone.
 
     `gate` runs on the stepping thread before anything is changed, and raises if the step must not be made.
     """
 
     scale: float
     segments: list[list[Segment]]
+    max_abs: float = math.inf
     gate: Callable[[], None] | None = None
 
 
@@ -160,7 +162,9 @@ class ChunkItem:
             a, b = max(s.start - first, 0), min(s.end - first, self.chunk.length)
             here = {name: plane[a:b] for name, plane in planes.items()}
             ema = (here["ema"], parts.ema_decay) if parts.ema_decay is not None else None
-            s.algorithm.step(weights[a:b], here, grads[first + a : first + b], step=s.step, grad_scale=self.spec.scale, ema=ema, pool=parts.pool)
+            s.algorithm.step(
+                weights[a:b], here, grads[first + a : first + b], step=s.step, grad_scale=self.spec.scale, max_abs=self.spec.max_abs, ema=ema, pool=parts.pool
+            )
 
     def _flush(self) -> None:
         records = self.shard.parts.records

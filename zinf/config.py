@@ -154,6 +154,7 @@ class Config:
     initial_accumulator_value: float | None = option(None, "adagrad: what the sums of squares start at, default 0")
     ema_decay: float | None = option(None, "keep an average of the weights in the state, with this decay a step; default: none")
     max_grad_norm: float | None = option(None, "clip the norm of all grads to this")
+    max_grad_value: float | None = option(None, "clip each element of the grads to this, after max_grad_norm if both are set")
     loss_scale: Literal["dynamic"] | float = option("dynamic", "fp16: what losses are multiplied by; 0 is dynamic, 1 is off")
     initial_scale_power: int = option(16, "fp16: a dynamic scale begins at 2 to this power")
     loss_scale_window: int = option(1000, "fp16: good steps in a row after which a dynamic scale doubles")
@@ -168,7 +169,7 @@ class Config:
         convert_fields(self)
         sizes = ("device_memory", "host_memory", "activation_memory", "block_size")
         counts = ("queue_depth", "io_threads", "gradient_accumulation_steps", "micro_batch_size", "cpu_threads", "loss_scale_window", "hysteresis")
-        for key in (*sizes, *counts, "max_grad_norm", "min_loss_scale"):
+        for key in (*sizes, *counts, "max_grad_norm", "max_grad_value", "min_loss_scale"):
             value = getattr(self, key)
             require(value is None or value > 0, key, value, "a positive number")
         require(self.chunk_size >= PIECE and self.chunk_size % PIECE == 0, "chunk_size", self.chunk_size, f"a positive multiple of {PIECE}")

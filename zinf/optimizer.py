@@ -141,7 +141,7 @@ def make_groups(model: nn.Module, groups: Sequence[dict[str, Any]] | None, confi
     return list(groups)
 
 
-def step_spec(shard: Shard, seen: Sequence[bool], algorithms: Sequence[Algorithm | None], steps: Sequence[int], scale: float) -> StepSpec:
+def step_spec(shard: Shard, seen: Sequence[bool], algorithms: Sequence[Algorithm | None], steps: Sequence[int], scale: float, max_abs: float) -> StepSpec:
     """One shard's step: neighbours with the same algorithm, hyperparameters and step count become one segment.
 
     A gap between parameters ends a segment: it stays zero, whatever the algorithm makes of zeros.
@@ -160,7 +160,7 @@ def step_spec(shard: Shard, seen: Sequence[bool], algorithms: Sequence[Algorithm
             segments[r][-1] = Segment(last.start, end, how, step)
         else:
             segments[r].append(Segment(p.offset, end, how, step))
-    return StepSpec(scale, segments)
+    return StepSpec(scale, segments, max_abs)
 
 
 def total_norm(sums: Iterable[float]) -> float:

@@ -193,7 +193,7 @@ class Stepper:
     def _spec(self, shard: Shard, seen: Sequence[bool], scale: float) -> StepSpec:
         algorithms = [self.optimizer.algorithm(p) if ok else None for ok, (*_, p) in zip(seen, shard.params, strict=True)]
         steps = [n + 1 for n in self.counts[shard.index]]
-        return step_spec(shard, seen, algorithms, steps, scale)
+        return step_spec(shard, seen, algorithms, steps, scale, self.config.max_grad_value or math.inf)
 
     def _assign(self, shard: Shard, scale: float) -> list[bool]:
         """Leave a step pending on `shard`; returns which parameters it steps."""

@@ -312,7 +312,7 @@ class _Run:
     def _settings(self) -> dict[str, Any]:
         """What the numbers of a run depend on, beside the data."""
         e = self.config.engine
-        keys = ("optimizer", "ema_decay", "decay_norms_and_biases", "max_grad_norm", "gradient_accumulation_steps")
+        keys = ("optimizer", "ema_decay", "decay_norms_and_biases", "max_grad_norm", "max_grad_value", "gradient_accumulation_steps")
         values = {key: getattr(e, key) for key in keys} | e.optimizer_options() | dataclasses.asdict(self.config.schedule)
         values |= {"batch_size": self.config.batch_size, "steps": self.steps}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}

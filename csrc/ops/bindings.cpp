@@ -56,7 +56,8 @@ template <class F> void for_ranges(Pool* pool, std::size_t n, std::size_t piece,
 
 // `moments` and `scalars` as the rule wants them; ema 0: no average, else `average` is {keep, take, fresh}.
 void step(const std::string& isa, Pool* pool, std::size_t n, int rule_code, int weights_dtype, int grads_dtype, Address weights, Address rest,
-          const std::vector<Address>& moments, Address ema, Address grads, const std::vector<double>& scalars, const std::vector<double>& average) {
+          const std::vector<Address>& moments, Address ema, Address grads, const std::vector<double>& scalars, double most,
+          const std::vector<double>& average) {
     const Dtype w = dtype(weights_dtype), g = dtype(grads_dtype);
     ZINF_CHECK(rule_code >= 0 && rule_code < RULES, "no rule has the number " + std::to_string(rule_code));
     const RuleKernels& rule = kernels_of(isa).rules[rule_code];
@@ -64,7 +65,7 @@ void step(const std::string& isa, Pool* pool, std::size_t n, int rule_code, int 
     ZINF_CHECK(scalars.size() == rule.scalars, "step: expected " + std::to_string(rule.scalars) + " scalars");
     ZINF_CHECK(moments.size() == static_cast<std::size_t>(rule.moments), "step: expected " + std::to_string(rule.moments) + " moments");
     ZINF_CHECK(ema == 0 || average.size() == 3, "step: expected 3 numbers for the average");
-    Step a{at<void>(weights), at<void>(rest), {}, at<float>(ema), at<void>(grads), {}, 0, 0, false};
+    Step a{at<void>(weights), at<void>(rest), {}, at<float>(ema), at<void>(grads), {}, static_cast<float>(most), 0, 0, false};
     std::vector<Array> arrays{{"weights", weights, itemsize(w)}, {"grads", grads, itemsize(g)}};
     if (w != FP32) arrays.push_back(w == BF16 ? Array{"state: lo", rest, 2} : Array{"state: master", rest, 4});
     for (std::size_t k = 0; k < moments.size(); ++k) {

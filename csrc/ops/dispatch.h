@@ -31,6 +31,7 @@ struct Step {
     float* ema;  // an average of the weights, or null
     const void* grads;
     float scalars[MAX_SCALARS];  // the rule's, in its order
+    float most;                  // elements of the scaled gradient are clipped to [-most, most]
     float keep, take;            // of the average
     bool fresh;                  // the average begins with this step
 };

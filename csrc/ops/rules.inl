@@ -1,7 +1,7 @@
-// What each optimizer does to one weight: the new weight from the old one, its gradient and its moments, which are updated.
+// What each optimizer does to one weight: the new weight from the old one, its gradient (scaled and clipped) and its moments, which are updated.
 //
 // A rule is a struct of floats, the step's constants, in the order in which zinf/ops/reference.py lists them (its NamedTuple of the same name); MOMENTS says
-// how many planes it keeps. Only operations that IEEE 754 fixes, one rounding each. The constant `scale` is of the gradients: unscaling and clipping in one.
+// how many planes it keeps. Only operations that IEEE 754 fixes, one rounding each. The first is `scale`, of the gradients: step.inl applies it.
 
 // Kingma and Ba 2015, algorithm 1; decoupled: Loshchilov and Hutter 2019, algorithm 2. eps stands where torch.optim has it.
 template <bool Decoupled> struct Adam {
@@ -15,7 +15,6 @@ template <bool Decoupled> struct Adam {
     float rate;  // lr / (1 - beta1^step)
 
     float operator()(float p, float g, float& m, float& v) const {
-        g = g * scale;
         if constexpr (Decoupled) p = p * decay;
         else g = g + decay * p;
         m = beta1 * m + rise1 * g;
@@ -30,7 +29,6 @@ struct Sgd {
     float scale, decay, rate;
 
     float operator()(float p, float g, float&, float&) const {
-        g = g * scale;
         g = g + decay * p;
         return p - rate * g;
     }
@@ -42,7 +40,6 @@ template <bool Nesterov> struct Momentum {
     float scale, decay, momentum, rise, rate;
 
     float operator()(float p, float g, float& m, float&) const {
-        g = g * scale;
         g = g + decay * p;
         m = momentum * m + rise * g;
         return p - rate * (Nesterov ? g + momentum * m : m);
@@ -59,7 +56,6 @@ struct Lion {
     float rate;
 
     float operator()(float p, float g, float& m, float&) const {
-        g = g * scale;
         p = p * decay;
         const float c = beta1 * m + rise1 * g;
         m = beta2 * m + rise2 * g;
@@ -74,7 +70,6 @@ struct Adagrad {
     float rate;  // lr / (1 + (step - 1) * lr_decay)
 
     float operator()(float p, float g, float& s, float&) const {
-        g = g * scale;
         g = g + decay * p;
         s = (s + start) + g * g;
         return p - rate * (g / (__builtin_sqrtf(s) + eps));

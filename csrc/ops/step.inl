@@ -1,5 +1,11 @@
 // One step of an optimizer: one body for every rule (rules.inl) and every storage of weights and gradients; one pass over memory.
 
+// The gradient, unscaled and clipped by norm in one factor, then clipped by value; NaN stays NaN.
+inline float clipped(float g, float scale, float most) {
+    g = g * scale;
+    return g > most ? most : g < -most ? -most : g;
+}
+
 // With Average, `ema` becomes keep * ema + take * weight, of the weight after the step; at a parameter's first step (fresh) the
 // average of what came before is the weight before the step.
 template <class Rule, bool Split, Dtype G, bool Average>
@@ -11,7 +17,7 @@ inline void step_block(const Rule rule, const Step a, std::uint16_t* __restrict 
         if constexpr (Rule::MOMENTS > 1) vi = v[i];
         if constexpr (Split) old = joined(hi[i], lo[i]);
         else old = whole[i];
-        p = rule(old, load<G>(grads[i]), mi, vi);
+        p = rule(old, clipped(load<G>(grads[i]), rule.scale, a.most), mi, vi);
         if constexpr (Average) ema[i] = a.keep * (a.fresh ? old : ema[i]) + a.take * p;
         if constexpr (Split) {
             const std::uint32_t bits = split_bits(p);

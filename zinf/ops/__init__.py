@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -142,8 +143,8 @@ def _workers(pool: Pool | None, n: int) -> _ops.Pool | None:
 
 
 def _step(
-    rule: int, moments: str, weights: Tensor, state: tuple[Tensor, ...], grads: Tensor, scalars: tuple[float, ...], ema: Average, fresh: bool,
-    pool: Pool | None, isa: str | None,
+    rule: int, moments: str, weights: Tensor, state: tuple[Tensor, ...], grads: Tensor, scalars: tuple[float, ...], max_abs: float, ema: Average,
+    fresh: bool, pool: Pool | None, isa: str | None,
 ) -> None:  # fmt: skip
     """One step of an optimizer that keeps `moments`, a plane for each letter."""
     at_weights = _address("weights", weights, _FLOATS)
@@ -161,9 +162,11 @@ def _step(
         at_ema, average = _address("ema", ema[0], _FP32, n), (ema[1], 1.0 - ema[1], float(fresh))
         if not 0.0 <= ema[1] < 1.0:
             raise ValueError(f"ema: expected a decay of at least 0 and less than 1, got {ema[1]}")
+    if not max_abs > 0.0:
+        raise ValueError(f"max_abs: expected more than 0, got {max_abs}")
     codes = rule, _CODES[weights.dtype], _CODES[grads.dtype]
     at_rest = places[0] if first else 0
-    _ops.step(isa or default_isa(), _workers(pool, n), n, *codes, at_weights, at_rest, places[first:], at_ema if n else 0, at_grads, scalars, average)
+    _ops.step(isa or default_isa(), _workers(pool, n), n, *codes, at_weights, at_rest, places[first:], at_ema if n else 0, at_grads, scalars, max_abs, average)
 
 
 def adam(
@@ -178,6 +181,7 @@ def adam(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    max_abs: float = math.inf,
     decoupled: bool = True,
     ema: Average = None,
     pool: Pool | None = None,
@@ -185,7 +189,7 @@ def adam(
 ) -> None:
     """One step of AdamW (decoupled) or of Adam with L2 regularisation, in place, in fp32 arithmetic.
 
-        g = grads * grad_scale
+        g = clamp(grads * grad_scale, -max_abs, max_abs)
         p = p * (1 - lr * weight_decay)         if decoupled, else g = g + weight_decay * p
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
@@ -195,7 +199,8 @@ def adam(
         bf16: (lo int16, m fp32, v fp32); p is the fp32 master split losslessly into weights and lo, see `split`
         fp16: (master fp32, m fp32, v fp32); p is the master, weights become its rounding
         fp32: (m fp32, v fp32); p is weights
-    grads: (n,) bf16, fp16 or fp32; only read. step: from 1. grad_scale: unscaling and clipping in one factor.
+    grads: (n,) bf16, fp16 or fp32; only read. step: from 1. grad_scale: unscaling and clipping by norm in one factor. max_abs: clipping
+        by value, after that; more than 0.
     ema: (plane, decay): an average of the weights, (n,) fp32, kept in the same pass: plane = decay * plane + (1 - decay) * p, of the p after the
         step; at step 1 the plane is first set to the p before it.
 
@@ -203,7 +208,7 @@ def adam(
     """
     decoupled = decoupled or weight_decay == 0.0
     scalars = reference.adam_scalars(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, decoupled=decoupled)
-    _step(_ADAMW if decoupled else _ADAM, "mv", weights, state, grads, scalars, ema, step == 1, pool, isa)
+    _step(_ADAMW if decoupled else _ADAM, "mv", weights, state, grads, scalars, max_abs, ema, step == 1, pool, isa)
 
 
 def sgd(
@@ -218,13 +223,14 @@ def sgd(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    max_abs: float = math.inf,
     ema: Average = None,
     pool: Pool | None = None,
     isa: str | None = None,
 ) -> None:
     """One step of torch.optim.SGD, in place, in fp32 arithmetic.
 
-        g = grads * grad_scale + weight_decay * p
+        g = clamp(grads * grad_scale, -max_abs, max_abs) + weight_decay * p
         m = momentum * m + (1 - dampening) * g              at step 1: m = g
         p = p - lr * m                                      with nesterov: p - lr * (g + momentum * m); without momentum: p - lr * g
 
@@ -234,7 +240,7 @@ def sgd(
         lr=lr, momentum=momentum, dampening=dampening, nesterov=nesterov, weight_decay=weight_decay, step=step, grad_scale=grad_scale
     )
     rule = _SGD if momentum == 0.0 else _NESTEROV if nesterov else _MOMENTUM
-    _step(rule, "" if rule == _SGD else "m", weights, state, grads, scalars, ema, step == 1, pool, isa)
+    _step(rule, "" if rule == _SGD else "m", weights, state, grads, scalars, max_abs, ema, step == 1, pool, isa)
 
 
 def lion(
@@ -248,20 +254,21 @@ def lion(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    max_abs: float = math.inf,
     ema: Average = None,
     pool: Pool | None = None,
     isa: str | None = None,
 ) -> None:
     """One step of Lion, in place, in fp32 arithmetic.
 
-        g = grads * grad_scale
+        g = clamp(grads * grad_scale, -max_abs, max_abs)
         p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
         m = beta2 * m + (1 - beta2) * g
 
     state ends in m (n,) fp32. All else as for `adam`. Chen et al. 2023, algorithm 2.
     """
     scalars = reference.lion_scalars(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, step=step, grad_scale=grad_scale)
-    _step(_LION, "m", weights, state, grads, scalars, ema, step == 1, pool, isa)
+    _step(_LION, "m", weights, state, grads, scalars, max_abs, ema, step == 1, pool, isa)
 
 
 def adagrad(
@@ -276,13 +283,14 @@ def adagrad(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    max_abs: float = math.inf,
     ema: Average = None,
     pool: Pool | None = None,
     isa: str | None = None,
 ) -> None:
     """One step of Adagrad, in place, in fp32 arithmetic.
 
-        g = grads * grad_scale + weight_decay * p
+        g = clamp(grads * grad_scale, -max_abs, max_abs) + weight_decay * p
         s = s + g * g                                       at step 1: s = initial_accumulator_value + g * g, of a plane of zeros
         p = p - lr / (1 + (step - 1) * lr_decay) * (g / (sqrt(s) + eps))
 
@@ -291,7 +299,7 @@ def adagrad(
     scalars = reference.adagrad_scalars(
         lr=lr, lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale
     )
-    _step(_ADAGRAD, "s", weights, state, grads, scalars, ema, step == 1, pool, isa)
+    _step(_ADAGRAD, "s", weights, state, grads, scalars, max_abs, ema, step == 1, pool, isa)
 
 
 def sum_squares(grads: Tensor, initial: float = 0.0, *, pool: Pool | None = None, isa: str | None = None) -> float:

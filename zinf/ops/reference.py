@@ -132,6 +132,7 @@ def adam(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    max_abs: float = math.inf,
     decoupled: bool = True,
     ema: Average = None,
     pool: Any = None,
@@ -146,7 +147,6 @@ def adam(
     *rest, m, v = state
 
     def rule(p: Tensor, g: Tensor) -> Tensor:
-        g = g * c["scale"]
         if decoupled:
             p = p * c["decay"]
         else:
@@ -155,7 +155,7 @@ def adam(
         v.copy_(v * c["beta2"] + (g * g) * c["rise2"])
         return p - c["rate"] * (m / (_sqrt(v) / c["root"] + c["eps"]))
 
-    _apply(rule, weights, rest, grads, ema, step)
+    _apply(rule, weights, rest, _gradient(grads, c, max_abs), ema, step)
 
 
 def sgd(
@@ -170,6 +170,7 @@ def sgd(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    max_abs: float = math.inf,
     ema: Average = None,
     pool: Any = None,
     isa: str | None = None,
@@ -179,18 +180,18 @@ def sgd(
     c = _rounded(scalars)
 
     def plain(p: Tensor, g: Tensor) -> Tensor:
-        return p - c["rate"] * (g * c["scale"] + p * c["decay"])
+        return p - c["rate"] * (g + p * c["decay"])
 
     def heavy(p: Tensor, g: Tensor) -> Tensor:
-        g = g * c["scale"] + p * c["decay"]
+        g = g + p * c["decay"]
         m.copy_(m * c["momentum"] + g * c["rise"])
         return p - c["rate"] * (g + m * c["momentum"] if nesterov else m)
 
     if isinstance(scalars, Sgd):
-        _apply(plain, weights, list(state), grads, ema, step)
+        _apply(plain, weights, list(state), _gradient(grads, c, max_abs), ema, step)
     else:
         *rest, m = state
-        _apply(heavy, weights, rest, grads, ema, step)
+        _apply(heavy, weights, rest, _gradient(grads, c, max_abs), ema, step)
 
 
 def lion(
@@ -204,6 +205,7 @@ def lion(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    max_abs: float = math.inf,
     ema: Average = None,
     pool: Any = None,
     isa: str | None = None,
@@ -213,14 +215,13 @@ def lion(
     *rest, m = state
 
     def rule(p: Tensor, g: Tensor) -> Tensor:
-        g = g * c["scale"]
         p = p * c["decay"]
         blend = m * c["beta1"] + g * c["rise1"]
         sign = torch.where(blend.isnan(), blend, torch.sign(blend))  # torch's sign of NaN is 0
         m.copy_(m * c["beta2"] + g * c["rise2"])
         return p - c["rate"] * sign
 
-    _apply(rule, weights, rest, grads, ema, step)
+    _apply(rule, weights, rest, _gradient(grads, c, max_abs), ema, step)
 
 
 def adagrad(
@@ -235,6 +236,7 @@ def adagrad(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    max_abs: float = math.inf,
     ema: Average = None,
     pool: Any = None,
     isa: str | None = None,
@@ -248,15 +250,21 @@ def adagrad(
     *rest, s = state
 
     def rule(p: Tensor, g: Tensor) -> Tensor:
-        g = g * c["scale"] + p * c["decay"]
+        g = g + p * c["decay"]
         s.copy_((s + c["start"]) + g * g)
         return p - c["rate"] * (g / (_sqrt(s) + c["eps"]))
 
-    _apply(rule, weights, rest, grads, ema, step)
+    _apply(rule, weights, rest, _gradient(grads, c, max_abs), ema, step)
 
 
 def _rounded(scalars: Any) -> dict[str, Tensor]:
     return {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars._asdict().items()}
+
+
+def _gradient(grads: Tensor, c: dict[str, Tensor], max_abs: float) -> Tensor:
+    """What a rule takes as the gradient: scaled, then each element clipped to [-max_abs, max_abs]; NaN stays NaN."""
+    most = torch.tensor(max_abs, dtype=torch.float32)
+    return (grads.float() * c["scale"]).clamp(-most, most)
 
 
 def _apply(rule: Callable[[Tensor, Tensor], Tensor], weights: Tensor, rest: list[Tensor], grads: Tensor, ema: Average, step: int) -> None:
@@ -266,7 +274,7 @@ def _apply(rule: Callable[[Tensor, Tensor], Tensor], weights: Tensor, rest: list
         join(weights, rest[0], old)
     else:
         old = rest[0] if rest else weights
-    p = rule(old, grads.float())
+    p = rule(old, grads)
     if ema is not None:
         average, decay = ema
         keep, take = (torch.tensor(x, dtype=torch.float32) for x in (decay, 1.0 - decay))
