@@ -342,7 +342,7 @@ def test_from_pretrained(tmp_path):
     origin = model.zinf_origin
     assert sharing(model) == sharing(LM.from_pretrained(folder))
     for n, p in model.named_parameters():
-        assert p.is_leaf and p.requires_grad and p.untyped_storage().nbytes() == p.element_size() and p.isnan().all(), n
+        assert p.is_leaf and p.requires_grad and p.untyped_storage().nbytes() == p.element_size(), n
         p.data = torch.zeros(p.shape, dtype=p.dtype)  # as an engine does; meta would refuse
     assert origin.paths == (str(tmp_path / "a" / "r"), str(tmp_path / "b" / "r")) and origin.chunk_size == 4096 and seen[-1][0] == seen[-1][1]
     io = open_engine("auto")

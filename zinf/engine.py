@@ -44,6 +44,7 @@ from zinf.report import plan_lines, report, stats
 from zinf.schedule import Cycle, Phase, Use, training_cycle
 from zinf.shard import Shard
 from zinf.stepping import Stepper, StepStats
+from zinf.stored import basis_of
 from zinf.streaming import stream
 
 log = logging.getLogger("zinf")
@@ -87,7 +88,9 @@ class Engine:
         precision.keep_in_fp32(model, config.keep_in_fp32 or (), stored=self.origin is not None)
         trained = may_train(model, config.trainable)
         groups = make_groups(model, param_groups, config, trained)
-        stateful = memory.stateful(model, trained, config, self.origin, resume)
+        basis = basis_of(model, self.origin.paths) if self.origin is not None else None  # if it is no longer what was imported
+        stored = self.origin if basis is None else None
+        stateful = memory.stateful(model, trained, memory.store_paths(config, basis), stored, resume)
         self._units = discover(model, config.blocks, config.leaf_bytes, stateful)
         chunk = config.chunk_size if self.origin is None else self.origin.chunk_size
         self.layout = layout_of(self._units, chunk, stateful, moments=moments(config, groups))
@@ -95,7 +98,7 @@ class Engine:
         self.step_mode = _choose_step_mode(config, self.origin is not None or bool(config.nvme_path), scaled)
         self._scaler = scaling.LossScaler(config, scaled)
         with contextlib.ExitStack() as stack:
-            self.memory = memory.build(self.layout, self._units, model, config, self.step_mode, stack, self.origin, resume)
+            self.memory = memory.build(self.layout, self._units, model, config, self.step_mode, stack, stored, resume, basis)
             parts = self.memory.parts
             self._saver = Saver(parts.records, parts.state_slots, config)
             stack.callback(self._saver.stop)  # before the tiers that it reads

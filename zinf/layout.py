@@ -30,6 +30,7 @@ PIECE = 2048  # elements: granularity of chunks, and of the partial sums of the 
 PARAM_ALIGN = 64  # elements between starts of parameters: 128 bytes in bf16, what SIMD and BLAS like
 
 WEIGHTS, STATE = "weights", "state"  # the two kinds of record
+FROZEN = "frozen"  # the file of weights that are never trained
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "int16": 2}
 
@@ -325,7 +326,7 @@ def place(model: Model, shares: Sequence[float] = (1.0,), versions: int = 2) -> 
             for kind, itemsize in ((WEIGHTS, run.mode.weights_bytes), (STATE, run.mode.state_bytes)):
                 if kind == STATE and not run.has_state:
                     continue
-                file = kind if run.trainable else "frozen"
+                file = kind if run.trainable else FROZEN
                 for chunk in run.chunks(model.chunk):
                     length = chunk.length * itemsize
                     path = min(range(len(shares)), key=lambda i: ((placed[i] + length) / shares[i], i))
@@ -335,7 +336,7 @@ def place(model: Model, shares: Sequence[float] = (1.0,), versions: int = 2) -> 
                     placed[path] += length
     places: dict[Key, tuple[Place, ...]] = {}
     for key, p in first.items():
-        copies = 1 if p.file == "frozen" else versions
+        copies = 1 if p.file == FROZEN else versions
         places[key] = tuple(Place(p.path, p.file, p.offset + v * ends[p.path][p.file], p.length) for v in range(copies))
-    sizes = tuple({file: end * (1 if file == "frozen" else versions) for file, end in e.items()} for e in ends)
+    sizes = tuple({file: end * (1 if file == FROZEN else versions) for file, end in e.items()} for e in ends)
     return Placement(places, sizes)

@@ -27,6 +27,7 @@ from zinf.pipeline import Pipeline
 from zinf.placement import Plan, Request, Tier
 from zinf.shard import Parts, Shard
 from zinf.slabs import Slab, Slabs
+from zinf.stored import Basis, linked
 from zinf.tiers import manifest
 from zinf.tiers.device import Device, open_device
 from zinf.tiers.host import Arena
@@ -123,14 +124,14 @@ def plan_for(model: layout.Model, units: Sequence[Unit], config: Config, on_nvme
     return placement.plan(model, request(config, on_nvme, direct, mode), *roles(units))
 
 
-def stateful(module: nn.Module, trained: frozenset[str], config: Config, origin: Origin | None, resume: bool) -> frozenset[str]:
+def stateful(module: nn.Module, trained: frozenset[str], paths: Sequence[str], origin: Origin | None, resume: bool) -> frozenset[str]:
     """The names of the parameters that have optimizer state: those that may be trained, and what else the store has state for already.
 
     Raises:
         ConfigError: the model's store has no state for one that is to be trained.
     """
     if origin is None:
-        there = _stateful_in(store_paths(config)) if resume else frozenset()
+        there = _stateful_in(paths) if resume else frozenset()
         return trained | (there & {name for name, _ in module.named_parameters()})
     missing = sorted(trained - origin.stateful)
     if missing:
@@ -152,17 +153,27 @@ def _stateful_in(paths: Sequence[str]) -> frozenset[str]:
     return frozenset()
 
 
-def store_paths(config: Config) -> list[str]:
-    """The store's directory on each path of the config."""
+def store_paths(config: Config, basis: Basis | None = None) -> list[str]:
+    """The store's directory on each path of the config, or beside the store of the basis."""
+    if basis is not None:
+        return basis.own_paths(config.run_name)
     return [os.path.join(path, config.run_name) for path in config.nvme_path]
 
 
 def build(
-    model: layout.Model, units: Sequence[Unit], module: nn.Module, config: Config, mode: str, stack: contextlib.ExitStack, origin: Origin | None, resume: bool
+    model: layout.Model,
+    units: Sequence[Unit],
+    module: nn.Module,
+    config: Config,
+    mode: str,
+    stack: contextlib.ExitStack,
+    origin: Origin | None,
+    resume: bool,
+    basis: Basis | None = None,
 ) -> Memory:
     """Everything below the engine. `stack` closes it all, also when this raises half way."""
     root_index, pinned = roles(units)
-    paths = list(origin.paths) if origin is not None else store_paths(config)
+    paths = list(origin.paths) if origin is not None else store_paths(config, basis)
     io: IoEngine | None = None
     if paths:
         io = open_engine(config.backend, block_size=config.block_size, queue_depth=config.queue_depth, threads=config.io_threads)
@@ -171,7 +182,7 @@ def build(
     stack.callback(device.close)
     plan = plan_for(model, units, config, bool(paths), device.direct, mode)
     poison = config.debug or device.name == "sim"
-    store, restored = _open_store(paths, model, config, io, stack, origin is not None or resume)
+    store, restored = _open_store(paths, model, config, io, stack, origin is not None or resume, basis)
     arena = None
     if plan.host_nbytes:
         arena = Arena(plan.host_nbytes, io, poison=poison)
@@ -195,14 +206,14 @@ def build(
     req = request(config, bool(paths), device.direct, mode)
     grads = Grads(shards, plan, arena, req.grads_wide, req.pass_wide, own)
     activations = _activations(plan, device, trace, arena, store, io, poison, stack)
-    _fill(model, module, records, store, restored is not None, trace)
+    _fill(model, module, records, store, restored is not None, trace, basis)
     for shard in shards:
         shard.valid = shard.slab is not None and device.direct  # a slab that is there already is held for good
     return Memory(plan, parts, shards, grads, activations, shards[root_index] if root_index is not None else None, io, LOOKAHEAD, restored)
 
 
 def _open_store(
-    paths: Sequence[str], model: layout.Model, config: Config, io: IoEngine | None, stack: contextlib.ExitStack, reopen: bool
+    paths: Sequence[str], model: layout.Model, config: Config, io: IoEngine | None, stack: contextlib.ExitStack, reopen: bool, basis: Basis | None
 ) -> tuple[Store | None, dict[str, Any] | None]:
     if not paths:
         return None, None
@@ -211,7 +222,8 @@ def _open_store(
         store = Store.open(paths, io, verify=config.verify, expect=model)
         restored: dict[str, Any] | None = store.extra
     else:
-        store = Store.create(paths, model, io, crash_safe=config.crash_safe, verify=config.verify)
+        options: dict[str, Any] = {"crash_safe": config.crash_safe, "verify": config.verify}
+        store = Store.create(paths, model, io, **options) if basis is None else basis.create_store(paths, model, io, options)
         restored = None
     stack.callback(store.close)
     return store, restored
@@ -255,14 +267,17 @@ def _activations(
     return activations
 
 
-def _fill(model: layout.Model, module: nn.Module, records: Records, store: Store | None, restored: bool, trace: Trace) -> None:
-    """Fill the records: from the store that was there, or from the module's own parameters."""
+def _fill(model: layout.Model, module: nn.Module, records: Records, store: Store | None, restored: bool, trace: Trace, basis: Basis | None) -> None:
+    """Fill the records: from the store that was there, from the module's own parameters, or from what it was imported as."""
     if restored:
         records.load_homes()
         return
     with trace.span(Verb.IMPORT, -1):
-        import_tensors(model, ModuleSource(module), records.write)
+        there = linked(store) if store is not None else frozenset()
+        with basis.source(module) if basis is not None else contextlib.nullcontext(ModuleSource(module)) as source:
+            import_tensors(model, source, records.write, apart=there)
         if store is not None:
-            records.dirty_all()
+            records.load_homes(there)
+            records.dirty_all(there)
             records.flush()
             store.commit(0, {})

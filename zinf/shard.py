@@ -69,7 +69,7 @@ class Unbound(nn.Parameter):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             name = f"{func.__self__.__name__}.{name}"  # type: ignore[attr-defined]
-        if name in _METADATA:
+        if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name == "detach":  # state_dict() and the like: names, shapes and dtypes are true, values are not there
@@ -115,6 +115,12 @@ class Bound(nn.Parameter):
     def data(self, values: torch.Tensor) -> None:
         torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is nobody's."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        return memo[id(self)]
+
 
 # Attributes and methods that tell about a tensor without reading its values.
 _GET = """shape dtype device layout requires_grad is_leaf grad grad_fn ndim itemsize nbytes output_nr retains_grad names _grad _version
@@ -124,7 +130,7 @@ _SET = "requires_grad grad _grad _backward_hooks _post_accumulate_grad_hooks"
 _CALL = """size numel dim ndimension nelement element_size stride storage_offset is_contiguous is_floating_point is_complex is_signed is_inference
     is_same_size get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__ untyped_storage data_ptr
     is_shared is_pinned has_names is_set_to"""
-_METADATA = frozenset([*(f"{a}.__get__" for a in _GET.split()), *(f"{a}.__set__" for a in _SET.split()), *_CALL.split()])
+METADATA = frozenset([*(f"{a}.__get__" for a in _GET.split()), *(f"{a}.__set__" for a in _SET.split()), *_CALL.split()])
 
 
 class Shard:
@@ -152,7 +158,8 @@ class Shard:
         self._placeholders = [_placeholders(DTYPES[spec.runs[r].dtype], p.shape) for r, p, _ in self.params]
         for _, spec_p, p in self.params:
             p.zinf_name = spec_p.name  # type: ignore[attr-defined]
-            p.__dict__.setdefault("zinf_class", type(p))  # an engine before this one may have left it Unbound
+            own = nn.Parameter if "zinf_load" in p.__dict__ else type(p)  # see stored.Stored
+            p.__dict__.setdefault("zinf_class", own)  # an engine before this one may have left it Unbound
             p.__dict__.pop("zinf_closed", None)
         self._classes = [p.__dict__["zinf_class"] for *_, p in self.params]
         self._bound_classes = self._classes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -18,7 +18,15 @@ def import_nbytes(model: layout.Model) -> int:
     return max(slots_nbytes(model, True), slots_nbytes(model, False))
 
 
-def import_tensors(model: layout.Model, source: Source, write: Transfer, *, buffer: torch.Tensor | None = None, progress: Progress | None = None) -> None:
+def import_tensors(
+    model: layout.Model,
+    source: Source,
+    write: Transfer,
+    *,
+    buffer: torch.Tensor | None = None,
+    progress: Progress | None = None,
+    apart: Collection[tuple[int, int]] = (),
+) -> None:
     """Write every chunk of `model` from `source`: parameters in their places, zeros everywhere else.
 
     Trainable runs start with exactly the source's values: what a bf16 run cannot hold of them goes to the plane `lo`, an fp16
@@ -29,6 +37,7 @@ def import_tensors(model: layout.Model, source: Source, write: Transfer, *, buff
         write: Store.write, or anything with its signature; chunks of a run come in order.
         buffer: memory to stage in, page-aligned uint8 of import_nbytes(model) bytes; None allocates what is needed and frees it.
         progress: called with (bytes of weights written, bytes in all).
+        apart: (shard, run)s that are there already.
 
     Raises:
         CheckpointError: the source does not fit the model; lists every misfit, before the first write.
@@ -38,7 +47,9 @@ def import_tensors(model: layout.Model, source: Source, write: Transfer, *, buff
     states = any(_needs_state(run, readers[p.name]) for shard in model.shards for run in shard.runs for p in run.params)
     workers = Workers()
     importer = _Importer(model, readers, write, workers)
-    jobs = [(s, r, chunk) for s, shard in enumerate(model.shards) for r, run in enumerate(shard.runs) for chunk in run.chunks(model.chunk)]
+    jobs = [
+        (s, r, chunk) for s, shard in enumerate(model.shards) for r, run in enumerate(shard.runs) if (s, r) not in apart for chunk in run.chunks(model.chunk)
+    ]
     total = sum(shard.weights_nbytes for shard in model.shards)
     done = 0
     try:

@@ -259,15 +259,16 @@ class _Parts:
 
 
 class ModuleSource:
-    """The parameters of a module in memory, by every name they have.
+    """The parameters of a module in memory, by every name they have; or only those of `names`.
 
     Raises:
         CheckpointError: parameters on the meta device, which have no values.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, names: Collection[str] | None = None) -> None:
         self.where = type(module).__name__
-        self._params = dict(module.named_parameters(remove_duplicate=False))
+        self._params = {name: p for name, p in module.named_parameters(remove_duplicate=False) if names is None or name in names}
+        self.names = self._params.keys()
         meta = [name for name, p in self._params.items() if p.is_meta]
         if meta:
             raise CheckpointError(f"{len(meta)} parameters of {self.where} are on the meta device and have no values to import: {', '.join(meta[:8])}")
@@ -284,6 +285,19 @@ class ModuleSource:
         """Parameters that are the model's under no name."""
         used = {id(self._params[name]) for name in params if name in self._params}
         return [name for name, p in self._params.items() if id(p) not in used]
+
+
+class WithFresh:
+    """A source, and beside it parameters in memory that it has not."""
+
+    def __init__(self, source: Source, fresh: ModuleSource) -> None:
+        self.where, self._source, self._fresh = source.where, source, fresh
+
+    def open(self, name: str) -> Reader:
+        return self._fresh.open(name) if name in self._fresh.names else self._source.open(name)
+
+    def unexpected(self, params: Collection[str]) -> list[str]:
+        return self._source.unexpected([name for name in params if name not in self._fresh.names])
 
 
 class _TensorReader:

@@ -11,11 +11,13 @@ import contextlib
 import copy
 import dataclasses
 import fnmatch
+import functools
+import logging
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +28,18 @@ from zinf import layout
 from zinf.aio import open_engine
 from zinf.algorithms import moments
 from zinf.checkpoint import SafetensorsSource, check, import_tensors
+from zinf.checkpoint.sources import ModuleSource, Source, WithFresh
 from zinf.checkpoint.staging import Progress
 from zinf.config import Config
 from zinf.discover import Unit, discover, layout_of
 from zinf.errors import CheckpointError, ConfigError
 from zinf.hf.names import Names, Where, match
 from zinf.precision import AUTO, keep_in_fp32
+from zinf.stored import load_parameter, store_away
 from zinf.tiers.manifest import MANIFEST
 from zinf.tiers.nvme import Store
+
+log = logging.getLogger("zinf")
 
 # What a folder holds beside weights and the configs that the model itself writes.
 EXTRAS = (
@@ -224,7 +230,7 @@ def from_pretrained(
     keep_in_fp32: Sequence[str] | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    trainable: Callable[[str], bool] | None = None,
+    trainable: Callable[[str], bool] | bool | None = None,
     ignore_unexpected: bool = False,
     chunk_size: int | None = None,
     blocks: Sequence[str] | None = None,
@@ -241,7 +247,8 @@ def from_pretrained(
     """A transformers model whose weights are in a store, ready for zinf.Engine. Host memory: a few chunks.
 
     The checkpoint is checked in full before the store is made. The model has `zinf_origin` (Origin); until an engine takes
-    it, its parameters are NaN, a single element each (make_placeholders).
+    it, an operation on a parameter reads it from the store (zinf.stored), so adapters can be put around layers, and embeddings resized.
+    Parameters outside of the blocks that the checkpoint has not (a new head) are initialised as transformers does, and named in the log.
 
     Args:
         name_or_dir: a folder, or a hub id.
@@ -252,7 +259,8 @@ def from_pretrained(
             architecture asks for ("auto").
         resume: take the store that stands there, at whatever step it is, if it is of this model; import only if there is none.
         overwrite: replace a store that stands there.
-        trainable: of each parameter name, whether it is trained; default all. Frozen parameters have no state in the store.
+        trainable: whether parameters are trained, or of each name whether it is; default: as the model is built. Frozen ones have no
+            state in the store: give False for a model that gets adapters.
         ignore_unexpected: go on if the checkpoint has tensors that the model has not.
         chunk_size: elements of a chunk; default: that of Config, or of the store that is resumed.
         blocks: class names of the blocks, see discover().
@@ -266,28 +274,35 @@ def from_pretrained(
     """
     folder = resolve(name_or_dir, revision=revision, code=build.get("trust_remote_code", False))
     model = build_on_meta(folder, dtype=dtype, keep=keep_in_fp32, **build)
-    if trainable is not None:
-        for name, p in model.named_parameters():
-            p.requires_grad_(trainable(name))
+    for name, p in model.named_parameters() if trainable is not None else ():
+        p.requires_grad_(trainable(name) if callable(trainable) else bool(trainable))
     drives = [nvme_path] if isinstance(nvme_path, (str, os.PathLike)) else list(nvme_path)
     paths = [os.path.join(os.fspath(drive), run_name or Config.run_name) for drive in drives]
     resume = resume and os.path.lexists(os.path.join(paths[0], MANIFEST))
     units = discover(model, blocks)
     source, names = open_source(model, folder, ignore_unexpected=ignore_unexpected)
+    fresh = initialise_missing(model, names, {name for unit in units if unit.block for name, _ in unit.params})
+    if fresh:
+        units = discover(model, blocks)
     with source:
+        values = WithFresh(source, ModuleSource(model, fresh)) if fresh else source
         keeps = moments(Config(optimizer=optimizer, momentum=momentum, ema_decay=ema_decay))  # type: ignore[arg-type]
         plan = layout_of(units, chunk_size or Config.chunk_size, moments=keeps)
         if fits is not None:
             fits(plan, units)
-        check(plan, source)
+        check(plan, values)
         load_buffers(model, source, names)
         if resume:
             plan = _reuse(paths, plan, chunk_size is None, backend)
         stateful = frozenset(p.name for shard in plan.shards for run in shard.runs if run.trainable for p in run.params)
         origin = Origin(folder, tuple(paths), plan.chunk, stateful, names.save, names.buffers, extra_files(folder))
         if not resume:
-            _import(plan, source, origin, crash_safe, overwrite, backend, progress)
+            _import(plan, values, origin, crash_safe, overwrite, backend, progress)
     make_placeholders(model)
+    for name, p in model.named_parameters():
+        if name in fresh:  # the store has the values now
+            p.data = torch.full((), float("nan"), dtype=p.dtype).expand(p.shape)
+        store_away(p, name, functools.partial(load_parameter, origin.paths, name))
     model.zinf_origin = origin  # type: ignore[assignment]
     return model
 
@@ -304,7 +319,7 @@ def _reuse(paths: Sequence[str], plan: layout.Model, any_chunk: bool, backend: s
 
 
 def _import(
-    plan: layout.Model, source: SafetensorsSource, origin: Origin, crash_safe: bool, overwrite: bool, backend: str, progress: Progress | None
+    plan: layout.Model, source: Source, origin: Origin, crash_safe: bool, overwrite: bool, backend: str, progress: Progress | None
 ) -> None:  # fmt: skip
     """A new committed store with the weights of `source`."""
     with (
@@ -313,6 +328,33 @@ def _import(
     ):
         import_tensors(plan, source, store.write, progress=progress)
         store.commit(0, {"origin": origin.to_json()})
+
+
+def initialise_missing(model: Any, names: Names, inside: Collection[str]) -> list[str]:
+    """Give the parameters that the checkpoint has not, but for those `inside` blocks, values as transformers does; their names.
+
+    The random numbers are torch's: the same seed gives what transformers' from_pretrained makes of it.
+    """
+    missing = [name for name, _ in model.named_parameters() if name not in names.load and name not in inside]
+    wanted = {id(model.get_parameter(name)) for name in missing}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+
+    def walk(module: nn.Module, owner: Any) -> None:
+        owner = module if hasattr(module, "_init_weights") else owner
+        for child in module.children():
+            walk(child, owner)
+        here = [(name, p) for name, p in module._parameters.items() if p is not None and id(p) in wanted]
+        for name, p in here:
+            made.setdefault(p, nn.Parameter(torch.zeros(p.shape, dtype=p.dtype), requires_grad=p.requires_grad))
+            module._parameters[name] = made[p]
+        if here:
+            owner._init_weights(module)  # of parameters on meta it changes nothing
+
+    if missing:
+        with torch.no_grad():
+            walk(model, model)
+        log.warning("the checkpoint has no %s: newly initialised, to be trained", ", ".join(missing))
+    return missing
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -118,6 +118,7 @@ class Store:
         extra: dict[str, Any] | None = None,
         overwrite: bool = False,
         verify: str = "resume",
+        shared: opening.Shared | None = None,
     ) -> Store:
         """A new store, all zeros, at step -1. All its bytes are allocated; it can be opened again after the first commit.
 
@@ -127,6 +128,7 @@ class Store:
             crash_safe: see [Note: what in-place stores lose].
             extra: first value of .extra; the commit's replaces it.
             overwrite: replace a committed store that stands there (never one that is in use).
+            shared: frozen weights that another store has already; they count as written.
 
         Raises:
             StoreError: a path cannot be used, a store is there, or the free bytes do not suffice (with the numbers).
@@ -138,6 +140,10 @@ class Store:
         placement = layout.place(model, shares or [1.0] * len(paths), 2 if crash_safe else 1)
         if len(placement.sizes) != len(paths):
             raise ValueError(f"{len(placement.sizes)} shares for {len(paths)} paths; give one for each")
+        versions, sums = bytearray([UNWRITTEN]) * len(placement.places), array.array("Q", bytes(8 * len(placement.places)))
+        for i, key in enumerate(placement.places):
+            if shared is not None and key in shared.digests:
+                versions[i], sums[i] = 0, shared.digests[key]
         committed = Manifest(
             uuid=uuid.uuid4().hex,
             step=-1,
@@ -145,12 +151,12 @@ class Store:
             shares=tuple(map(float, shares or [1.0] * len(paths))),
             crash_safe=crash_safe,
             clean=True,
-            versions=bytes([UNWRITTEN]) * len(placement.places),
-            sums=array.array("Q", bytes(8 * len(placement.places))),
+            versions=bytes(versions),
+            sums=sums,
             extra=json.loads(json.dumps(extra or {})),
         )
         with contextlib.ExitStack() as undo:
-            lock = opening.build(paths, placement, committed.uuid, undo, overwrite=overwrite)
+            lock = opening.build(paths, placement, committed.uuid, undo, overwrite=overwrite, shared=shared)
             files = opening.open_files(paths, placement, io, undo, direct=direct, write=True)
             store = cls(paths, files, io, lock, committed, placement, verify=verify, writable=True)
             undo.pop_all()
@@ -210,6 +216,11 @@ class Store:
     @property
     def step(self) -> int:
         return self._committed.step
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The proportion of the bytes on each path."""
+        return self._committed.shares
 
     @property
     def extra(self) -> dict[str, Any]:

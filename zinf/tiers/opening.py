@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zinf import layout
 from zinf.errors import StoreError
+from zinf.layout import Key
 from zinf.tiers import directory, manifest
 from zinf.tiers.manifest import Manifest
 
@@ -39,8 +41,22 @@ def quietly(action: Callable[[str], None], path: str) -> None:
         action(path)
 
 
-def build(paths: Sequence[str], placement: layout.Placement, uuid: str, undo: contextlib.ExitStack, *, overwrite: bool) -> directory.Lock:
-    """Directories, lock, member files and data files of a new store, durable. `undo` takes all of it away again."""
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Frozen weights of another store that a new one has in the same places: on each path its file of them (or None), and their checksums."""
+
+    files: Sequence[str | None]
+    digests: Mapping[Key, int]
+
+
+def build(
+    paths: Sequence[str], placement: layout.Placement, uuid: str, undo: contextlib.ExitStack, *, overwrite: bool, shared: Shared | None = None
+) -> directory.Lock:
+    """Directories, lock, member files and data files of a new store, durable. `undo` takes all of it away again.
+
+    Raises:
+        OSError: among others, of a `shared` file that this filesystem cannot link.
+    """
     for path in paths:
         if directory.make(path):
             undo.callback(quietly, os.rmdir, path)  # and no more: until we hold the lock, what is in it may be another's
@@ -49,18 +65,22 @@ def build(paths: Sequence[str], placement: layout.Placement, uuid: str, undo: co
     undo.callback(lock.release)
     for path in unlocked:
         undo.callback(quietly, os.unlink, os.path.join(path, directory.LOCK))
-    make_room(paths, placement, overwrite)
+    make_room(paths, placement, overwrite, linked=shared is not None)
     for i, path in enumerate(paths):
         directory.warn_if_memory(path)
         undo.callback(quietly, directory.empty, path)
         manifest.publish(path, manifest.MEMBER, manifest.Member(uuid, i, len(paths)).encode())
         for name, nbytes in placement.sizes[i].items():
-            directory.allocate(os.path.join(path, name), nbytes)
+            link = shared.files[i] if shared is not None and name == layout.FROZEN else None
+            if link is not None:
+                os.link(link, os.path.join(path, name))
+            else:
+                directory.allocate(os.path.join(path, name), nbytes)
         manifest.sync_directory(path)
     return lock
 
 
-def make_room(paths: Sequence[str], placement: layout.Placement, overwrite: bool) -> None:
+def make_room(paths: Sequence[str], placement: layout.Placement, overwrite: bool, linked: bool = False) -> None:
     """Refuse, or remove, what stands in the way of a new store; check the free bytes before anything is removed."""
     there = {path: [name for name in directory.own_files() if os.path.lexists(os.path.join(path, name))] for path in paths}
     for path, names in there.items():
@@ -76,7 +96,8 @@ def make_room(paths: Sequence[str], placement: layout.Placement, overwrite: bool
         for path, member in members.items():
             if member.uuid not in first:
                 raise StoreError(f"{path} is path {member.index} of a store whose first path is elsewhere: remove it with zinf clean, or pass overwrite=True")
-    directory.check_space({path: placement.nbytes(i) for i, path in enumerate(paths)}, {path: directory.disk_usage(path) for path in ours})
+    needs = {path: placement.nbytes(i) - (placement.sizes[i].get(layout.FROZEN, 0) if linked else 0) for i, path in enumerate(paths)}
+    directory.check_space(needs, {path: directory.disk_usage(path) for path in ours})
     for path in ours:
         directory.empty(path)
 

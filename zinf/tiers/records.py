@@ -7,7 +7,7 @@ goes through `read` and `write` here and need not know which of the two it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -110,16 +110,16 @@ class Records:
         self._dirty.update(key for key in lost if key in self._homes)
         return [key for key in lost if key not in self._homes]
 
-    def load_homes(self) -> None:
-        """Fill every home from the store (after open or rollback)."""
+    def load_homes(self, runs: Collection[tuple[int, int]] | None = None) -> None:
+        """Fill every home, or those of these (shard, run)s, from the store (after open or rollback)."""
         if self.store is not None:
-            for ticket in self.store.read(list(self._homes.items())):
+            for ticket in self.store.read([(key, home) for key, home in self._homes.items() if runs is None or key[1:3] in runs]):
                 ticket.wait()
             self._dirty.clear()
 
-    def dirty_all(self) -> None:
-        """Every home is newer than the store (after an import into homes)."""
-        self._dirty.update(self._homes)
+    def dirty_all(self, apart: Collection[tuple[int, int]] = ()) -> None:
+        """Every home is newer than the store (after an import into homes), but those of the (shard, run)s `apart`."""
+        self._dirty.update(key for key in self._homes if key[1:3] not in apart)
 
     def _need_store(self) -> Store:
         if self.store is None:
