@@ -286,6 +286,19 @@ def test_parts_that_are_frozen(tmp_path, train):
     assert_same(got[1], want[1])
 
 
+def test_adapters(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def make():
+        torch.manual_seed(1)
+        model = peft.get_peft_model(llama(num_hidden_layers=2), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        return model.to(torch.bfloat16)
+
+    want, got = run(tmp_path / "a", make(), "off"), run(tmp_path / "b", make(), "require")
+    assert got[0] == want[0] and got[2].used == 2
+    assert_same(got[1], want[1])
+
+
 def test_auto_is_for_large_logits_and_eval_too(tmp_path, monkeypatch):
     assert run(tmp_path / "small", llama(), "auto")[2].used == 0
     monkeypatch.setattr(fused, "AUTO_BYTES", 4 * 24 * 512 * 4)

@@ -3,6 +3,7 @@ as if nothing had happened. (The real engine's own resume is tested with the eng
 
 from __future__ import annotations
 
+import json
 import math
 import types
 from pathlib import Path
@@ -39,7 +40,7 @@ class MemoryEngine:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.global_step, self.extra = saved["step"], saved["extra"]
 
-    def __call__(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    def __call__(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
         logits = self.model(input_ids)
         if not torch.is_grad_enabled():
             assert not self.model.training
@@ -241,6 +242,17 @@ def test_two_backwards_of_half_a_batch_make_the_step_of_the_whole(make) -> None:
     _, halves, _ = run(make("halves", batch_size=2, steps=2, engine={"gradient_accumulation_steps": 2}))
     for a, b in zip(whole.steps, halves.steps, strict=True):  # the same rows, summed in another order
         assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-5) and a.tokens == b.tokens
+
+
+def test_backwards_weigh_by_the_tokens_that_they_learn_from(make, tmp_path) -> None:
+    """Rows of 3 to 14 tokens: the mean is over all tokens of a step, not over the means of its backwards."""
+    lines = [json.dumps({"text": "the cat sat on the mat and the dog and the hat"[: 11 * k]}) for k in (1, 4, 2, 3, 1, 4, 3, 2)]
+    (tmp_path / "uneven.jsonl").write_text("\n".join(lines))
+    data = DataConfig(train=(str(tmp_path / "uneven.jsonl"),), max_length=16, packing=False)
+    _, whole, _ = run(make("whole", batch_size=4, steps=2, data=data))
+    _, quarters, _ = run(make("quarters", batch_size=1, steps=2, data=data, engine={"gradient_accumulation_steps": 4}))
+    for a, b in zip(whole.steps, quarters.steps, strict=True):  # the same rows, summed in another order
+        assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-5)
 
 
 def test_schedules() -> None:

@@ -189,6 +189,8 @@ class FusedHead:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(lazy.shape[:-1])
         compute = _liger if self.mode == "liger" else linear_cross_entropy
+        if self.mode == "liger" and lazy.notes and not self.used:
+            log.info("fused_head: %s scales or caps its logits, which is left to zinf's own tiles instead of liger-kernel", type(self.model).__name__)
         self.used += 1
 
         def by_tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -239,7 +241,7 @@ def find(model: nn.Module, mode: str, device: str, steps: Callable[[], int]) -> 
 
 def _is_causal(module: nn.Module) -> bool:
     """By transformers' own name of its loss; some older models have none, and get that of causal models."""
-    name = getattr(module, "loss_type", "")
+    name = vars(module).get("loss_type", "")  # its own: wrappers such as PEFT's pass on what they wrap
     return name in ("ForCausalLM", "ForConditionalGeneration") or (name is None and type(module).__name__.endswith("LMHeadModel"))
 
 

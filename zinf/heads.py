@@ -92,7 +92,7 @@ def linear_cross_entropy(
         _with_softcap(transform, softcap),
         "sum" if num_items is not None else reduction,
         num_items,
-        chunk or max(1, TILE // weight.shape[0]),
+        chunk or _even(len(rows), max(1, TILE // weight.shape[0])),
         once,
         torch.is_grad_enabled(),
     )
@@ -105,6 +105,11 @@ def count_targets(*labels: Tensor, ignore_index: int = -100, shift: bool = True)
     With `shift`, label i + 1 is predicted at position i, as in causal language models: the first label of a row never counts.
     """
     return int(sum(int((t[..., 1:] if shift else t).ne(ignore_index).sum()) for t in labels))
+
+
+def _even(rows: int, most: int) -> int:
+    """Rows of each tile: few tiles of up to `most`, all of about one size, as a small last one would cost as many sums as a large one."""
+    return -(-rows // max(1, -(-rows // most))) or 1
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, reduction: str, chunk: int | None, smoothing: float) -> None:
