@@ -43,6 +43,7 @@ LAYERS = [
     {"slabs", "activations", "algorithms"},
     {"chunks"},
     {"shard"},
+    {"grads_away"},
     {"grads", "streaming", "compiling", "recompute", "optimizer", "checkpoint", "commit"},
     {"memory", "editing", "stored"},
     {"stepping", "report", "reading", "saves", "merging", "recovery"},

@@ -64,6 +64,7 @@ class ChunkItem:
         "_started",
         "_writes",
         "chunk",
+        "grads",
         "had_weights",
         "has_state",
         "keys",
@@ -83,6 +84,7 @@ class ChunkItem:
         self.keys: tuple[Key, Key] = ((WEIGHTS, shard.index, run, chunk.index), (STATE, shard.index, run, chunk.index))
         self.weights: torch.Tensor | None = None  # host bytes of the chunk's weights
         self.state: torch.Tensor | None = None
+        self.grads: torch.Tensor | None = None  # the chunk's own, where they waited on NVMe
         self._slots: list[Slot] = []
         self._reads: list = []
         self._writes: list = []
@@ -108,15 +110,32 @@ class ChunkItem:
                 self._release()
                 return False
             reads.append((self.keys[1], state))
+        if self.segments and self.shard.grads[self.run] is None and not self._start_grads():
+            self._release()
+            return False
         self.weights, self.state = weights, state
-        if reads:
-            assert records.store is not None
+        if reads or self._reads:
             parts.trace.begin(Verb.FETCH)
             try:
-                self._reads = records.store.read(reads)
+                if reads:
+                    assert records.store is not None
+                    self._reads += records.store.read(reads)
             except BaseException:
-                parts.trace.end(Verb.FETCH, self.shard.index)
+                if not self._reads:  # else `abandon` does
+                    parts.trace.end(Verb.FETCH, self.shard.index)
                 raise
+        return True
+
+    def _start_grads(self) -> bool:
+        """Start reading the chunk's grads from NVMe. False: no slot is free."""
+        away, slots, spec = self.shard.grads_away, self.shard.parts.grads_slots, self.shard.spec
+        assert away is not None and slots is not None
+        nbytes = self.chunk.length * away.itemsize(spec.runs[self.run])
+        grads = self._slot(slots, nbytes)
+        if grads is None:
+            return False
+        self.grads = grads
+        self._reads = away.read(self.run, self.chunk.start, grads)
         return True
 
     def work(self) -> None:
@@ -148,8 +167,14 @@ class ChunkItem:
 
     def _step(self) -> None:
         run = self.shard.spec.runs[self.run]
-        grads = self.shard.grads[self.run]
-        assert self.weights is not None and grads is not None and self.spec is not None
+        whole, first = self.shard.grads[self.run], self.chunk.start
+        if self.grads is not None:
+            assert self.shard.grads_away is not None
+            grads = self.grads.view(DTYPES[self.shard.grads_away.dtype(run)])
+        else:
+            assert whole is not None
+            grads = whole[first : first + self.chunk.length]
+        assert self.weights is not None and self.spec is not None
         weights = self.weights.view(DTYPES[run.dtype])
         planes, at = {}, 0
         for name, dtype in run.mode.planes:
@@ -157,14 +182,12 @@ class ChunkItem:
             nbytes = self.chunk.length * layout.ITEMSIZE[dtype]
             planes[name] = self.state[at : at + nbytes].view(DTYPES[dtype])
             at += nbytes
-        parts, first = self.shard.parts, self.chunk.start
+        parts = self.shard.parts
         for s in self.segments:
             a, b = max(s.start - first, 0), min(s.end - first, self.chunk.length)
             here = {name: plane[a:b] for name, plane in planes.items()}
             ema = (here["ema"], parts.ema_decay) if parts.ema_decay is not None else None
-            s.algorithm.step(
-                weights[a:b], here, grads[first + a : first + b], step=s.step, grad_scale=self.spec.scale, max_abs=self.spec.max_abs, ema=ema, pool=parts.pool
-            )
+            s.algorithm.step(weights[a:b], here, grads[a:b], step=s.step, grad_scale=self.spec.scale, max_abs=self.spec.max_abs, ema=ema, pool=parts.pool)
 
     def _flush(self) -> None:
         records = self.shard.parts.records
@@ -254,6 +277,7 @@ class NormItem:
 
     def __init__(self, shard: Shard, arrived: Event, found: Callable[[float], None]):
         self._shard, self._arrived, self._found = shard, arrived, found
+        self._grads = list(shard.grads)  # they may leave for NVMe right behind this
 
     def start(self) -> bool:
         return True
@@ -261,7 +285,7 @@ class NormItem:
     def work(self) -> None:
         self._arrived.wait()
         total = 0.0
-        for run, grads in zip(self._shard.spec.runs, self._shard.grads, strict=True):
+        for run, grads in zip(self._shard.spec.runs, self._grads, strict=True):
             if grads is not None:
                 self._shard.parts.owners.check(grads, self._shard.name, "sum")
                 total = ops.sum_squares(grads[: run.numel], total, pool=self._shard.parts.pool)

@@ -5,6 +5,9 @@ Two buffers for a shard, both in the layout of its trainable runs:
     pass   the sum over one backward: over the calls of the shard in it (micro-batches, users of a tied weight), on the device
     host   the sum over the backwards of one step, in host memory
 
+Where host memory cannot hold the grads of all shards until their step, `leave` sends them to NVMe (grads_away.py) and gives the
+host buffer to another shard; those of the root and of tied layers, which stay open through a whole backward, remain.
+
 Where compute reads host memory, both have the same dtype and it is the first backward, the pass lands in the host buffer
 itself and nothing is copied. The order of additions is fixed (calls as backward makes them: the last micro-batch first, a tied
 head before its embedding; then passes), so every device and every placement gives the same bits.
@@ -19,23 +22,27 @@ leaves it alone, as torch's optimizers leave a parameter whose grad is None.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
 from zinf.chunks import DTYPES
+from zinf.grads_away import GradsAway
+from zinf.layout import PAGE
 from zinf.owners import Unwatched
 from zinf.placement import Plan
 from zinf.shard import Shard
 from zinf.tiers.device import DONE, Event
 from zinf.tiers.host import Arena, Slot, Slots
+from zinf.tiers.scratch import Scratch
 from zinf.trace import Verb
 
 
 class ShardGrads:
     """The gradients of one shard."""
 
-    def __init__(self, shard: Shard, lender: Grads, own_host: torch.Tensor | None, own_pass: torch.Tensor | None):
+    def __init__(self, shard: Shard, lender: Grads, own_host: torch.Tensor | None, own_pass: torch.Tensor | None, away: GradsAway | None):
         self.shard, self._lender = shard, lender
         self.trainable = [i for i, (r, *_) in enumerate(shard.params) if shard.spec.runs[r].trainable]
         self.waiting = False  # the host buffer holds the sum of at least one backward
@@ -43,6 +50,8 @@ class ShardGrads:
         self.seen = [False] * len(shard.params)  # in this step
         self.counts = [0] * len(shard.params)  # contributions in this backward
         self.arrived: Event = DONE  # the last pass has been added in host memory
+        self._gives = False  # the host buffer that is leaving was lent, and goes to the next
+        self.away = away  # where they wait on NVMe; None: they never do
         self._own_host, self._own_pass = own_host, own_pass
         self._host: torch.Tensor | None = None
         self._host_slot: Slot | None = None
@@ -83,9 +92,35 @@ class ShardGrads:
         self.waiting = True
         return self.arrived
 
+    def leave(self) -> None:
+        """Let the sum wait on NVMe, and give its host buffer to another shard. No-op where grads wait in host memory."""
+        if self.away is None:
+            return
+        assert self._host is not None
+        host, slot, name, owners = self._host[: self.away.nbytes], self._host_slot, self.shard.name, self._lender.owners
+        self._host = self._host_slot = None
+        self._gives = slot is not None
+        self.shard.grads = [None] * len(self.shard.spec.runs)
+
+        def gone() -> None:
+            if slot is not None:
+                owners.give_back(slot.buffer, name)
+                slot.release()
+
+        self.away.leave(host, self.arrived, gone)
+
+    @property
+    def will_give(self) -> bool:
+        """Is there a host buffer that comes free by itself?"""
+        return (self.assigned and self._host_slot is not None) or (self.away is not None and self.away.moving and self._gives)
+
     def drop(self) -> None:
         """Forget what was summed: the step was skipped, done, or abandoned."""
-        self.arrived.wait()
+        with contextlib.suppress(OSError):  # of grads that could not be brought from NVMe
+            self.arrived.wait()
+        self.arrived = DONE
+        if self.away is not None:
+            self.away.forget()
         if self._pass_slot is not None:
             self._pass_slot.release()
             self._pass_slot = None
@@ -107,7 +142,7 @@ class ShardGrads:
     def _open(self) -> None:
         self.arrived.wait()
         lender = self._lender
-        if not self.waiting:
+        if self._host is None:
             self._lend_host()
         if not self.waiting and lender.lands_in_host:
             self._pass = self._host
@@ -133,7 +168,12 @@ class ShardGrads:
         if self._own_host is not None:
             self._host = self._own_host
         else:
+            if self.away is not None:
+                self.away.wait()
             self._host, self._host_slot = self._lender.lend_host(self.shard)
+            self._gives = False
+            if self.away is not None and self.waiting:  # the sum comes back while backward makes what is added to it
+                self.away.come(self._host[: self.away.nbytes])
         self.shard.grads = self._lender.flats(self.shard, self._host, self._lender.host_wide)
 
     def _merge(self, buffer: torch.Tensor) -> Event:
@@ -149,14 +189,19 @@ class ShardGrads:
         target = buffer if device.direct else lender.staging
         assert target is not None
         arrived = lender.flats(self.shard, target, lender.pass_wide)
+        coming = self.away.move if self.away is not None and not first else None  # as of now: the next move waits for this addition
 
         def add() -> None:
-            for run, mine, sum_ in zip(self.shard.spec.runs, arrived, host, strict=True):
-                if mine is not None and sum_ is not None:
-                    a, b = sum_[: run.numel], mine[: run.numel]
-                    a.copy_(b) if first else a.add_(b)
-            if slot is not None:
-                slot.release()
+            try:
+                if coming is not None:
+                    coming.wait()  # and no longer: the fetcher, which ends it, may be waiting for this addition
+                for run, mine, sum_ in zip(self.shard.spec.runs, arrived, host, strict=True):
+                    if mine is not None and sum_ is not None:
+                        a, b = sum_[: run.numel], mine[: run.numel]
+                        a.copy_(b) if first else a.add_(b)
+            finally:
+                if slot is not None:
+                    slot.release()
 
         return device.offload(buffer[:nbytes], target[:nbytes], add)
 
@@ -164,7 +209,9 @@ class ShardGrads:
 class Grads:
     """All gradients of an engine, and the buffers that shards share."""
 
-    def __init__(self, shards: Sequence[Shard], plan: Plan, arena: Arena | None, host_wide: bool, pass_wide: bool, pinned: Sequence[int]):
+    def __init__(
+        self, shards: Sequence[Shard], plan: Plan, arena: Arena | None, host_wide: bool, pass_wide: bool, pinned: Sequence[int], scratch: Scratch | None = None
+    ):
         self.host_wide, self.pass_wide = host_wide, pass_wide
         parts = shards[0].parts
         self.owners = parts.owners
@@ -180,6 +227,7 @@ class Grads:
         if plan.grads_staging and arena is not None:
             self.staging = arena.carve(plan.grads_staging, "arriving grads")
         self.of: list[ShardGrads] = []
+        at = 0  # bytes of the scratch
         for s in shards:
             own_host = own_pass = None
             if s.spec.trainable:
@@ -187,23 +235,30 @@ class Grads:
                     own_host = arena.carve(s.spec.grads_nbytes(host_wide), f"grads of {s.name}")
                 if plan.pass_buffers and s.index in pinned:
                     own_pass = parts.device.alloc(s.spec.grads_nbytes(pass_wide), f"grads of {s.name} in one backward").zero_()
-            grads = ShardGrads(s, self, own_host, own_pass)
+            away = None
+            if scratch is not None and s.spec.trainable and own_host is None:
+                away = s.grads_away = GradsAway(scratch, at, s, host_wide)
+                at += away.nbytes
+            grads = ShardGrads(s, self, own_host, own_pass, away)
             s.release_grads = grads.release  # type: ignore[method-assign]
             self.of.append(grads)
+        if scratch is not None:
+            scratch.grow(at)
         self._pass_slots = _Pool(
             [parts.device.alloc(pass_nbytes, "grads of one backward") for _ in range(plan.pass_buffers if pass_nbytes else 0)], self.owners
         )
 
     def lend_host(self, shard: Shard) -> tuple[torch.Tensor, Slot | None]:
-        """A host buffer for grads until their step. Waits for a step that will give one back; if none will, one more is allocated."""
+        """A host buffer for grads until their step. Waits for a step, or a flush, that will give one back; if none will, one more is allocated."""
         assert self._host_slots is not None
         slot = self._host_slots.try_acquire()
-        if slot is None and any(g.assigned for g in self.of):
+        if slot is None and any(g.will_give for g in self.of):
             with shard.parts.trace.wait(Verb.STEP):
                 slot = self._host_slots.acquire()
         if slot is None:
             shard.parts.trace.count("grad buffers beyond the plan")
-            return torch.zeros(shard.spec.grads_nbytes(self.host_wide), dtype=torch.uint8), None
+            more = torch.zeros(shard.spec.grads_nbytes(self.host_wide) + PAGE, dtype=torch.uint8)
+            return more[-more.data_ptr() % PAGE :], None
         self.owners.lend(slot.buffer, shard.name)
         return slot.buffer, slot
 

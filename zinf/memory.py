@@ -108,6 +108,7 @@ def request(config: Config, on_nvme: bool, direct: bool, mode: str) -> Request:
         several=config.gradient_accumulation_steps > 1,
         lookahead=LOOKAHEAD,
         state_slots=STATE_SLOTS,
+        grads=config.grads,
         activations=config.activations,
         activation_memory=config.activation_memory,
     )
@@ -204,7 +205,11 @@ def build(
         shards.append(Shard(i, spec, params, parts, slab))
     own = [i for i in (*pinned, root_index) if i is not None]
     req = request(config, bool(paths), device.direct, mode)
-    grads = Grads(shards, plan, arena, req.grads_wide, req.pass_wide, own)
+    scratch = None
+    if plan.grads_away and store is not None and io is not None:
+        scratch = Scratch(store.paths, "grads", io, "or raise host_memory so that grads wait there")
+        stack.callback(scratch.close)
+    grads = Grads(shards, plan, arena, req.grads_wide, req.pass_wide, own, scratch)
     activations = _activations(plan, device, trace, arena, store, io, poison, stack)
     _fill(model, module, records, store, restored is not None, trace, basis)
     for shard in shards:
@@ -250,7 +255,8 @@ def _parts(
     if plan.weights_slots and arena is not None:
         for pipeline in (fetcher, stepper):
             weights_slots[pipeline] = arena.slots(plan.weights_slots // 2, plan.weights_slot_nbytes, "weights in flight")
-    return Parts(device, records, slabs, fetcher, stepper, state_slots, weights_slots, pool, trace, owners, config.ema_decay)
+    grads_slots = arena.slots(plan.state_slots, plan.grads_slot_nbytes, "grads in flight") if plan.grads_away and arena is not None else None
+    return Parts(device, records, slabs, fetcher, stepper, state_slots, grads_slots, weights_slots, pool, trace, owners, config.ema_decay)
 
 
 def _activations(

@@ -45,6 +45,7 @@ class Request:
     several: bool = False  # several backwards make a step
     lookahead: int = 2  # shards fetched ahead of compute
     state_slots: int = 8  # chunks of state in flight
+    grads: str = "auto"  # where waiting grads wait: auto (the host, else NVMe) | device, host (the host) | nvme
     activations: str = "auto"  # auto | device | host | nvme
     activation_memory: int | None = None  # of host memory, for activations
 
@@ -74,6 +75,8 @@ class Plan:
     pass_buffers: int  # shared device buffers for the grads of one backward; 0: they all land in host grads directly
     host: dict[str, int]
     device: dict[str, int]
+    grads_away: bool = False  # grads wait on NVMe, and pass through the shared buffers
+    grads_slot_nbytes: int = 0  # of a chunk of grads on its way to its step
     activations: Tier = Tier.DEVICE  # where boundary activations go first
     activations_nbytes: int = 0  # of host memory, where they rest
     activation_slots: int = 0  # of ACTIVATION_PIECE bytes, through which they go to NVMe and back; 0: they never do
@@ -106,9 +109,23 @@ def plan(model: layout.Model, request: Request, root: int | None, pinned: Sequen
     Raises:
         BudgetError: a budget is below the minimum; says which tier, the need, the budget, and the option to change.
     """
+    may_leave = request.grads_wait and request.on_nvme
+    if request.grads == "nvme" and not request.on_nvme:
+        raise BudgetError("grads are to wait on NVMe, but there is no nvme_path: give one, or leave grads to auto")
+    if request.grads != "nvme" or not may_leave:
+        try:
+            return _plan(model, request, root, pinned, False)
+        except BudgetError:
+            if request.grads != "auto" or not may_leave:
+                raise
+    return _plan(model, request, root, pinned, True)
+
+
+def _plan(model: layout.Model, request: Request, root: int | None, pinned: Sequence[int], away: bool) -> Plan:
+    """`away`: grads wait on NVMe."""
     shards = model.shards
     own = {i for i in (*pinned, root) if i is not None}
-    host = _host_minimum(model, request, own)
+    host = _host_minimum(model, request, own, away)
     pass_buffers, pass_nbytes = _pass_buffers(model, request, own)
     weights, state = _fixed(model, request, root)
     spent = sum(host.values())
@@ -140,11 +157,13 @@ def plan(model: layout.Model, request: Request, root: int | None, pinned: Sequen
         state_slots=request.state_slots if request.on_nvme and slot_state else 0,
         weights_slot_nbytes=slot_weights,
         weights_slots=0 if request.direct else request.state_slots,
-        grad_buffers=0 if request.grads_wait else _grad_buffers(model),
+        grad_buffers=0 if request.grads_wait and not away else _grad_buffers(model),
         grads_staging=host["arriving grads"],
         pass_buffers=pass_buffers,
         host={k: v for k, v in host.items() if v},
         device={k: v for k, v in device.items() if v},
+        grads_away=away,
+        grads_slot_nbytes=_grads_slot_nbytes(model, request) if away else 0,
         activations=_activations(request)[0],
         activations_nbytes=host["activations"],
         activation_slots=ACTIVATION_SLOTS if host["activations in flight"] else 0,
@@ -175,14 +194,20 @@ def _slot_nbytes(model: layout.Model) -> tuple[int, int]:
     return elements * max(run.mode.state_bytes for run in runs), elements * max(run.mode.weights_bytes for run in runs)
 
 
+def _grads_slot_nbytes(model: layout.Model, request: Request) -> int:
+    """Bytes of the largest chunk of grads."""
+    runs = [run for shard in model.shards for run in shard.runs if run.trainable]
+    return max((min(model.chunk, run.padded) * layout.ITEMSIZE[run.grads_dtype(request.grads_wide)] for run in runs), default=0)
+
+
 def _grad_buffers(model: layout.Model) -> int:
     return min(3, sum(s.trainable for s in model.shards))
 
 
-def _host_minimum(model: layout.Model, request: Request, own: set[int]) -> dict[str, int]:
+def _host_minimum(model: layout.Model, request: Request, own: set[int], away: bool) -> dict[str, int]:
     slot_state, slot_weights = _slot_nbytes(model)
     grads = [s.grads_nbytes(request.grads_wide) for s in model.shards]
-    if request.grads_wait:
+    if request.grads_wait and not away:
         total = sum(grads)
     else:
         shared = [g for i, g in enumerate(grads) if i not in own]
@@ -192,6 +217,7 @@ def _host_minimum(model: layout.Model, request: Request, own: set[int]) -> dict[
         "arriving grads": max(s.grads_nbytes(request.pass_wide) for s in model.shards) if adds else 0,
         "staging ring": (slot_state * request.state_slots if request.on_nvme else 0) + (0 if request.direct else slot_weights * request.state_slots),
         "grads": total,
+        "grads in flight": _grads_slot_nbytes(model, request) * request.state_slots if away else 0,
         "activations": _activations(request)[1],
         "activations in flight": _activations(request)[2],
     }

@@ -37,6 +37,8 @@ def plan_lines(engine: Engine) -> list[str]:
         f"weights  {_where(engine, 'weights')}",
         f"state    {_where(engine, 'state')}",
     ]
+    if plan.grads_away:
+        lines.append(f"grads    {_grads(engine)}")
     lines.append(f"inputs   of recomputed blocks: {_activations(plan, config)}")
     for tier, parts, total in (("device", plan.device, plan.device_nbytes), ("host", plan.host, plan.host_nbytes)):
         most = budget[tier]
@@ -51,6 +53,15 @@ def plan_lines(engine: Engine) -> list[str]:
     how = "under the next forward" if engine.step_mode == "deferred" else "under backward"
     lines.append(f"step     {config.optimizer}, {how}; device {engine.memory.parts.device.name}{backend}")
     return lines
+
+
+def _grads(engine: Engine) -> str:
+    """Why they wait on NVMe, and what that moves."""
+    config, grads = engine.config, engine.memory.grads
+    nbytes = sum(g.away.nbytes for g in grads.of if g.away is not None)
+    moves = config.gradient_accumulation_steps - (engine.step_mode == "backward")  # the last sum of all is stepped from host memory
+    why = "as asked" if config.grads == "nvme" else "as host_memory cannot hold them"
+    return f"wait on NVMe, {why}: {human(nbytes * moves)} written and {human(nbytes * moves)} read a step"
 
 
 def _activations(plan: Plan, config: Config) -> str:
@@ -76,6 +87,7 @@ def report(engine: Engine) -> dict[str, Any]:
         "device_bytes": dict(plan.device),
         "weights": [t.value for t in plan.weights],
         "state": [t.value for t in plan.state],
+        "grads": "nvme" if plan.grads_away else "host",
         "activations": {"placement": plan.activations.value, **engine.activations.report()},
         "slabs": [{"bytes": c.nbytes, "count": c.count, "shards": len(c.members)} for c in plan.slabs],
         "io": engine.memory.io.report() if engine.memory.io is not None else None,

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,6 +40,9 @@ from zinf.tiers.host import Slots
 from zinf.tiers.records import Records
 from zinf.trace import Trace, Verb
 
+if TYPE_CHECKING:
+    from zinf.grads_away import GradsAway
+
 
 @dataclasses.dataclass
 class Parts:
@@ -51,6 +54,7 @@ class Parts:
     fetcher: Pipeline  # fetches without a step, norms
     stepper: Pipeline  # fetches with a step, commits
     state_slots: Slots | None
+    grads_slots: Slots | None  # only where grads wait on NVMe
     weights_slots: dict[Pipeline, Slots]  # only where compute does not read host memory
     pool: ops.Pool
     trace: Trace
@@ -148,6 +152,7 @@ class Shard:
         self.steps = 0  # that fetches have begun to apply
         self.pending: StepSpec | None = None
         self.grads: list[torch.Tensor | None] = []  # flat grads of each run in host memory, while a step may need them
+        self.grads_away: GradsAway | None = None  # where they are if not there
         self.job: Job | None = None
         self.calls: weakref.WeakSet[Any] = weakref.WeakSet()  # calls with a graph (streaming.Call), until their graph dies
         self._uploads: list[Event] = []

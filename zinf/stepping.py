@@ -156,11 +156,13 @@ class Stepper:
         if not grads.open:
             return
         grads.close()
-        if self._micro_step + 1 < self.config.gradient_accumulation_steps:
-            return
-        self._sum_squares(grads)
-        if self.mode == "backward" and shard is not self.root:
+        last = self._micro_step + 1 >= self.config.gradient_accumulation_steps
+        if last or grads.away is not None:  # squares are summed before the grads leave
+            self._sum_squares(grads)
+        if last and self.mode == "backward" and shard is not self.root:
             self._step_early(grads)
+        else:
+            grads.leave()
 
     def _end_backward(self) -> None:
         """The whole backward is over: end the calls that found no end, and complete the shards that were not."""
@@ -243,6 +245,8 @@ class Stepper:
         with self.parts.trace.wait(Verb.OFFLOAD):
             for g in waiting:
                 self._sum_jobs[g.shard.index].wait()
+                if g.away is not None:
+                    g.away.wait()  # grads that did not get there are found before the step begins
         self._waiting = waiting
 
     def step(self) -> StepStats:
