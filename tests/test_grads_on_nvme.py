@@ -48,8 +48,17 @@ def test_wherever_the_records_are(tmp_path, device, options):
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-@pytest.mark.parametrize("options", [dict(micro_batch_size=1), dict(micro_batch_size=1, accumulation=2), dict(grad_accum_dtype="bf16", accumulation=2),
-                                     dict(dtype=torch.float16), dict(dtype=torch.float32)], ids=["micro", "micro, accumulated", "bf16", "fp16", "fp32"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(micro_batch_size=1),
+        dict(micro_batch_size=1, accumulation=2),
+        dict(grad_accum_dtype="bf16", accumulation=2),
+        dict(dtype=torch.float16),
+        dict(dtype=torch.float32),
+    ],
+    ids=["micro", "micro, accumulated", "bf16", "fp16", "fp32"],
+)
 def test_as_with_grads_on_the_host(tmp_path, device, options):
     runs = [engine_run(tmp_path, 3, device=device, grads=grads, max_grad_norm=1.0, **NVME, **options) for grads in ("host", "nvme")]
     check(runs[1], runs[0])
@@ -103,7 +112,9 @@ def test_the_bytes_they_move(tmp_path):
     moved = {}
     for grads in ("host", "nvme"):
         for accumulation in (1, 2, 4):
-            options = dict(run_name=f"{grads}{accumulation}", grads=grads, max_grad_norm=1.0, gradient_accumulation_steps=accumulation, weights="host", commit_every=0)
+            options = dict(
+                run_name=f"{grads}{accumulation}", grads=grads, max_grad_norm=1.0, gradient_accumulation_steps=accumulation, weights="host", commit_every=0
+            )
             with begin(tmp_path, **options) as engine:
                 train(engine, 2, accumulation)
                 engine.synchronize()
@@ -155,8 +166,8 @@ def test_dropped_and_skipped(tmp_path, device):
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize(("kind", "error"), [("r", errno.EIO), ("w", errno.ENOSPC)])
-@pytest.mark.parametrize("nth", [2, 7])
-def test_an_error_of_the_disk(tmp_path, monkeypatch, device, kind, error, nth):
+@pytest.mark.parametrize(("nth", "again"), [(2, "resume"), (7, "resume"), (7, "recover")])
+def test_an_error_of_the_disk(tmp_path, monkeypatch, device, kind, error, nth, again):
     """It surfaces as OSError, nothing hangs, and the run goes on from its last commit with the same bits."""
     monkeypatch.setenv("ZINF_IO_BACKEND", "faults:uring")
     options = dict(device=device, grads="nvme", gradient_accumulation_steps=2, max_grad_norm=1.0)
@@ -168,10 +179,15 @@ def test_an_error_of_the_disk(tmp_path, monkeypatch, device, kind, error, nth):
     with pytest.raises(OSError) as raised:
         train(engine, 6, 2, first=2)
     assert raised.value.errno == error and "grads" in str(raised.value.filename)
-    with pytest.raises(EngineError, match="stopped at an error|ended in an exception"):
+    with pytest.raises(EngineError, match=r"stopped at an error|ended in an exception"):
         engine.backward(engine(input_ids=batches(1)[0], labels=batches(1)[0]).loss)
-    engine.close()
-    with begin(tmp_path, resume=True, **options) as engine:
+    if again == "recover":
+        engine.memory.io.disarm()
+        engine.recover()
+    else:
+        engine.close()
+        engine = begin(tmp_path, resume=True, **options)
+    with engine:
         engine.memory.io.disarm()
         first = engine.global_step
         assert first >= 2
@@ -193,7 +209,7 @@ def test_a_full_disk_is_found_before_any_work(tmp_path, monkeypatch):
         real(needs, freed, what, **more)
 
     monkeypatch.setattr(directory, "check_space", full)
-    with pytest.raises(StoreError, match="bytes of grads needs .* are free there .*raise host_memory"):
+    with pytest.raises(StoreError, match=r"bytes of grads needs .* are free there .*raise host_memory"):
         begin(tmp_path, grads="nvme", max_grad_norm=1.0)
     monkeypatch.undo()
     with begin(tmp_path, grads="nvme", max_grad_norm=1.0) as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -79,3 +80,21 @@ def test_items_that_cannot_be_made(pipeline):
 
     assert str(ended(pipeline.submit(Job(items(), "bad")))) == "items"
     assert ended(pipeline.submit(Job([Item()], "good"))) is None
+
+
+def test_drain_waits_for_what_still_moves(pipeline):
+    """Not only until the last item was started."""
+    over = []
+
+    class Slow(Item):
+        def work(self) -> None:
+            time.sleep(0.02)
+
+        def finish(self, timeout: float | None) -> bool:
+            time.sleep(0.02)
+            over.append(self)
+            return True
+
+    job = pipeline.submit(Job([Slow() for _ in range(4)], "slow"))
+    pipeline.drain()
+    assert len(over) == 4 and job.over

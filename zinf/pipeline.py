@@ -115,6 +115,22 @@ class Job:
             self.fail(error)
 
 
+class _Marker:
+    """Passes through behind all that was submitted before."""
+
+    def start(self) -> bool:
+        return True
+
+    def work(self) -> None:
+        pass
+
+    def finish(self, timeout: float | None) -> bool:
+        return True
+
+    def abandon(self) -> None:
+        pass
+
+
 class Pipeline:
     """A FIFO of jobs and the thread that runs them. `close` runs what was submitted and joins the thread."""
 
@@ -137,7 +153,7 @@ class Pipeline:
 
     def drain(self) -> None:
         """Wait until all jobs submitted so far are over. Errors stay with their jobs."""
-        marker = self.submit(Job((), "drain"))
+        marker = self.submit(Job([_Marker()], "drain"))  # an item, as a job without any is over while those before it still move
         marker._over.wait()
 
     def close(self) -> None:
