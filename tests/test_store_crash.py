@@ -7,8 +7,6 @@ is there, or not, or torn at 512 bytes, write by write. Kills are real: SIGKILL 
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import errno
 import io
 import multiprocessing
@@ -20,6 +18,7 @@ import time
 from pathlib import Path
 
 import pytest
+from crash.disk import Disk, watch_manifest
 from fake_io import Bytes, FakeIo, content, fill, tiny_model
 
 from zinf import layout
@@ -28,91 +27,12 @@ from zinf.layout import Key
 from zinf.tiers import directory, manifest
 from zinf.tiers.nvme import Store
 
-SECTOR = 512
-
-
-# ---- the disk, as a crash may leave it
-
-
-@dataclasses.dataclass
-class Inode:
-    """A file: what is durable, and the writes since its last sync."""
-
-    durable: bytes
-    unsynced: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
-
-    def sync(self) -> None:
-        for offset, data in self.unsynced:
-            self.durable = self.durable[:offset].ljust(offset, b"\0") + data + self.durable[offset + len(data) :]
-        self.unsynced = []
-
-    def after_crash(self, rng: random.Random) -> bytes:
-        survivor = Inode(self.durable)
-        for offset, data in self.unsynced:
-            fate = rng.choice(("dropped", "torn", "whole"))
-            if fate == "whole":
-                survivor.unsynced.append((offset, data))
-            elif fate == "torn":
-                survivor.unsynced.extend((offset + at, data[at : at + SECTOR]) for at in range(0, len(data), SECTOR) if rng.random() < 0.5)
-        survivor.sync()
-        return survivor.durable
-
-
-class Disk:
-    """Replays events. Names are as durable as their directory: a rename counts for sure only after a sync of it."""
-
-    def __init__(self, roots: list[str]) -> None:
-        self.inodes: dict[str, Inode] = {}
-        self.renamed: list[tuple[str, str]] = []  # not durable yet
-        self.names: dict[str, Inode] = {}  # durable
-        for root in roots:
-            for name in os.listdir(root):
-                path = os.path.join(root, name)
-                self.names[path] = Inode(Path(path).read_bytes())
-        self.now = dict(self.names)
-
-    def play(self, event: tuple) -> None:
-        kind, path, *rest = event
-        if kind == "w":
-            self.now[path].unsynced.append((rest[0], rest[1]))
-        elif kind == "new":
-            self.now[path] = Inode(b"", [(0, rest[0])])
-            self.names[path] = self.now[path]  # the name of a temporary file may or may not be there: nobody may care
-        elif kind == "sync" and path in self.now:
-            self.now[path].sync()
-        elif kind == "sync":  # a directory
-            self.names = dict(self.now)
-            self.renamed = []
-        elif kind == "rename":
-            self.now[rest[0]] = self.now.pop(path)
-            self.renamed.append((path, rest[0]))
-
-    def after_crash(self, rng: random.Random) -> dict[str, bytes]:
-        names = self.now if self.renamed and rng.random() < 0.5 else self.names
-        return {path: inode.after_crash(rng) for path, inode in names.items()}
-
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """The events of FakeIo and of the manifest, in one list. fsync is seen at the system call: one that is left out is missed."""
+    """The events of FakeIo and of the manifest, in one list."""
     events: list[tuple] = []
-    write_file, rename, fsync = manifest.write_file, os.rename, os.fsync
-
-    def new(path: str, data: bytes) -> None:
-        events.append(("new", path, data))
-        write_file(path, data)
-
-    def sync(fd: int) -> None:
-        events.append(("sync", os.readlink(f"/proc/self/fd/{fd}")))
-        fsync(fd)
-
-    def move(source: str, target: str) -> None:
-        events.append(("rename", source, target))
-        rename(source, target)
-
-    monkeypatch.setattr(manifest, "write_file", new)
-    monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(os, "rename", move)
+    watch_manifest(events.append, monkeypatch.setattr)
     return events
 
 
@@ -195,7 +115,7 @@ def test_power_loss_at_every_point(tmp_path: Path, record: list[tuple], paths: i
         else:
             disk.play(event)
         for _ in range(3 if event[0] in ("rename", "new", "sync") else 1):
-            step = check(tmp_path, roots, copy.deepcopy(disk).after_crash(rng), {promised, begun}, contents, data)
+            step = check(tmp_path, roots, disk.after_crash(rng), {promised, begun}, contents, data)
             seen.add((event[0], step - promised))
     assert len(events) > 60 and promised == 3
     assert {("rename", 0), ("rename", 1), ("w", 0)} <= seen  # both outcomes of an unsynced rename were seen
@@ -225,7 +145,7 @@ def test_power_loss_after_a_kill_between_rename_and_sync(tmp_path: Path, record:
     for event in list(record):
         disk.play(event)
         for seed in range(3):
-            assert check(tmp_path, [root], copy.deepcopy(disk).after_crash(random.Random(seed)), {1}, contents, data) == 1
+            assert check(tmp_path, [root], disk.after_crash(random.Random(seed)), {1}, contents, data) == 1
 
 
 def test_power_loss_in_the_first_step_is_no_store(tmp_path: Path, record: list[tuple]) -> None:
@@ -243,7 +163,7 @@ def test_power_loss_in_the_first_step_is_no_store(tmp_path: Path, record: list[t
             break
         disk.play(event)
         (tmp_path / "c").mkdir(exist_ok=True)
-        for path, content_ in copy.deepcopy(disk).after_crash(random.Random(0)).items():
+        for path, content_ in disk.after_crash(random.Random(0)).items():
             (tmp_path / "c" / os.path.basename(path)).write_bytes(content_)
         with pytest.raises(StoreError, match="never committed"):
             Store.open([str(tmp_path / "c")], FakeIo())
@@ -272,7 +192,7 @@ def test_in_place_store_is_refused_after_power_loss_in_a_step(tmp_path: Path, re
         disk.play(event)
         for _ in range(5):
             (tmp_path / "c").mkdir(exist_ok=True)
-            for path, content_ in copy.deepcopy(disk).after_crash(rng).items():
+            for path, content_ in disk.after_crash(rng).items():
                 (tmp_path / "c" / os.path.basename(path)).write_bytes(content_)
             try:
                 with Store.open([str(tmp_path / "c")], FakeIo(), verify="off") as store:
