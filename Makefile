@@ -3,6 +3,7 @@
 # make test       then run the whole test suite                  (ARGS="-k data -x" and the like are passed on)
 # make lint       ruff and mypy
 # make sanitize   the tests of the native code under AddressSanitizer and UBSan
+# make crash     N=300: a training that is killed so often, at random moments of every phase
 # make soak      MINUTES=30: the tests of exactness on the sim device, with random delays, seed after seed
 # make clean      remove what was built; make distclean: .venv and ./work too
 
@@ -10,7 +11,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: setup demo test lint sanitize soak clean distclean
+.PHONY: setup demo test lint sanitize soak crash clean distclean
 setup:
 	@tools/setup
 
@@ -26,6 +27,9 @@ lint: setup
 
 sanitize: setup
 	@tools/sanitize $(ARGS)
+
+crash: setup
+	@$(BIN)/python tests/crash/storm.py --kills $(or $(N),300) $(ARGS)
 
 soak: setup
 	@$(BIN)/python tests/soak.py $(or $(MINUTES),30) $(ARGS)

@@ -720,3 +720,13 @@ def test_memory_does_not_grow_with_the_model(tmp_path, large, how):
         assert growth > bound, "the bound must tell"
     else:
         assert growth < bound, f"{growth / 1e6:.0f} MB of {bound / 1e6:.0f} MB"
+
+
+def test_what_a_killed_export_has_left_is_removed_by_the_next(tmp_path):
+    (tmp_path / ".model.safetensors.1.tmp").write_bytes(b"of one that was killed")
+    (tmp_path / ".model.notes.2.tmp").write_bytes(b"of somebody else")
+    with exporting._Folder(str(tmp_path)) as living:
+        living.add("model-00001-of-00002.safetensors", [], {})
+        with exporting._Folder(str(tmp_path)):
+            left = sorted(os.listdir(tmp_path))
+    assert left == [f".model-00001-of-00002.safetensors.{os.getpid()}.tmp", ".model.notes.2.tmp"]

@@ -548,3 +548,15 @@ def test_importing_the_store_starts_nothing() -> None:
     code = "import threading, sys, zinf.tiers.nvme; assert threading.active_count() == 1; assert 'zinf._aio' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
     assert torch is not None
+
+
+def test_a_directory_with_nothing_but_a_lock_is_cleaned(tmp_path: Path) -> None:
+    """What a kill at the begin of a creation leaves, or at the end of a removal."""
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "lock").write_text("4711\n")
+    (tmp_path / "begun" / "member.json.tmp").write_text("{")
+    (tmp_path / "users").mkdir()
+    (tmp_path / "users" / "lock").write_text("of my bicycle: 4711\n")
+    assert [(s["state"], s["paths"]) for s in inspect([str(tmp_path)])["stores"]] == [("uncommitted", [str(tmp_path / "begun")])]
+    assert clean([str(tmp_path)], yes=False) == {"removed": [str(tmp_path / "begun")], "kept": []}
+    assert os.listdir(tmp_path) == ["users"]

@@ -3,7 +3,8 @@
 [Note: a crash leaves no half checkpoint] Files are written under temporary names and fsynced. Then, in this order: the index of
 an older checkpoint goes, so that its files cannot be taken for a whole one together with new ones; each file gets its name; the
 new index gets its name; older files that nobody lists go (model.safetensors, which readers prefer, is whole until then). So a
-folder that has model.safetensors or an index is whole at every instant.
+folder that has model.safetensors or an index is whole at every instant. An export holds a lock on its temporary files, so the next
+one to the folder knows what a killed one has left, and removes it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import json
 import math
 import os
@@ -28,6 +30,7 @@ from zinf.chunks import DTYPES
 from zinf.errors import CheckpointError
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_TEMPORARY = re.compile(r"\.(model.*\.safetensors|model\.safetensors\.index\.json)\.\d+\.tmp")
 _FORMAT = MappingProxyType({"format": "pt"})  # what transformers wants to see in every file
 
 
@@ -163,6 +166,14 @@ class _Folder:
         self._sizes: dict[str, int] = {}
 
     def __enter__(self) -> _Folder:
+        for file in filter(_TEMPORARY.fullmatch, os.listdir(self.folder)):
+            with contextlib.suppress(OSError):
+                fd = os.open(self._path(file), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while whoever made it lives
+                    os.unlink(self._path(file))
+                finally:
+                    os.close(fd)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -181,9 +192,15 @@ class _Folder:
     def add(self, file: str, tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> list[Tensor]:
         """Create a file with its header; where its tensors go. Tensor.path is the file's name."""
         header, places, self._sizes[file] = write_header(tensors, file, metadata)
-        self._fds[file] = os.open(self._temporary(file), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._open(file)
         _pwrite(self._fds[file], self._path(file), 0, header)
         return places
+
+    def _open(self, file: str) -> int:
+        self._fds[file] = fd = os.open(self._temporary(file), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):  # a network mount may have no locks; then what a killed export leaves stays
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return fd
 
     def check_space(self) -> None:
         need = sum(self._sizes.values())
@@ -206,7 +223,7 @@ class _Folder:
         files = list(self._fds)
         if index is not None:
             files.append(INDEX)
-            self._fds[INDEX] = fd = os.open(self._temporary(INDEX), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            fd = self._open(INDEX)
             _pwrite(fd, self._path(INDEX), 0, index.encode())
             os.fsync(fd)
         stale = [f for f in os.listdir(self.folder) if f in (SINGLE, INDEX) or _SHARD.fullmatch(f)]

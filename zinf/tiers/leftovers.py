@@ -34,17 +34,9 @@ def inspect(paths: Sequence[str]) -> dict[str, Any]:
             found.setdefault((member.uuid, copies[member.uuid, member.index]), []).append((member.index, path, member.count))
             copies[member.uuid, member.index] += 1
         except (StoreError, OSError) as e:
-            broken.append(
-                {
-                    "uuid": None,
-                    "paths": [path],
-                    "count": None,
-                    "state": "damaged",
-                    "locked_by": directory.holder(path),
-                    "bytes": directory.disk_usage(path),
-                    "error": str(e),
-                }
-            )
+            begun = _is_begun(path)
+            store = {"uuid": None, "paths": [path], "count": None, "locked_by": directory.holder(path), "bytes": directory.disk_usage(path)}
+            broken.append(store | ({"state": "uncommitted"} if begun else {"state": "damaged", "error": str(e)}))
     return {"stores": [_summary(uuid, sorted(parts)) for (uuid, _), parts in found.items()] + broken}
 
 
@@ -90,7 +82,19 @@ def _candidates(paths: Sequence[str]) -> list[str]:
 
 
 def _is_store(path: str) -> bool:
-    return not os.path.islink(path) and (os.path.lexists(os.path.join(path, manifest.MEMBER)) or os.path.lexists(os.path.join(path, manifest.MANIFEST)))
+    names = (manifest.MEMBER, manifest.MANIFEST)
+    return not os.path.islink(path) and (any(os.path.lexists(os.path.join(path, name)) for name in names) or _is_begun(path))
+
+
+def _is_begun(path: str) -> bool:
+    """Only the lock is there (a pid, at most), as when a run was killed at the begin of a creation, or at the end of a removal."""
+    try:
+        if directory.LOCK not in (names := set(os.listdir(path))) or names - {directory.LOCK, manifest.MEMBER + manifest.TMP}:
+            return False
+        lock = os.path.join(path, directory.LOCK)
+        return os.lstat(lock).st_size <= 16 and manifest.read_file(lock).strip().isdigit()
+    except (OSError, StoreError):
+        return False
 
 
 def _summary(uuid: str, parts: list[tuple[int, str, int]]) -> dict[str, Any]:
