@@ -16,8 +16,8 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import importlib
-import json
 import os
 import random
 import select
@@ -87,6 +87,11 @@ class Told:
         return "commit" if phase == "commit all" else phase
 
 
+def digest_of_file(path: str) -> str:
+    with open(path, "rb") as f:
+        return hashlib.sha256(f.read()).hexdigest()
+
+
 class Storm:
     def __init__(self, folder: str, seed: int, mode: str, power_loss: float):
         self.rng, self.mode, self.power_loss = random.Random(seed), mode, power_loss
@@ -98,6 +103,7 @@ class Storm:
         self.losses: collections.Counter[str] = collections.Counter()
         self.rolled = self.lives = 0
         self.steps: dict[int, str] = {}  # step -> digest, of the run that was never killed
+        self.saved: dict[str, str] = {}  # folder -> digest of its weights
         self.end = self.out = self.exported = ""
         os.makedirs(self.folder)
 
@@ -173,6 +179,7 @@ class Storm:
         self.steps = {int(step): found for step, found in [*told.values("opened"), *told.values("done")]}
         ((self.end,),) = told.values("end")
         self.out, self.exported = (worker.digest_of_files(os.path.join(self.folder, name)) for name in ("out", "exported"))
+        self.saved = {name: digest_of_file(os.path.join(self.folder, name, "model.safetensors")) for name in ("out", "exported")}
         assert sorted(self.steps) == list(range(worker.STEPS + 1))
         self.run("clean")
         self._check_clean()
@@ -189,16 +196,10 @@ class Storm:
 
     def _check_saved(self) -> None:
         """Whatever was killed: a folder that looks like a checkpoint is one, whole."""
-        for name, right in (("out", self.out), ("exported", self.exported)):
-            folder = os.path.join(self.folder, name)
-            shown = [f for f in os.listdir(folder) if not f.startswith(".")] if os.path.isdir(folder) else []
-            if "model.safetensors" in shown:
-                saved = os.path.join(folder, "model.safetensors")
-                with open(saved, "rb") as f:
-                    size = int.from_bytes(f.read(8), "little")
-                    header = json.loads(f.read(size))
-                    if max(t["data_offsets"][1] for k, t in header.items() if k != "__metadata__") != os.path.getsize(saved) - size - 8:
-                        raise Failure(f"{saved} is not whole")
+        for name, right in self.saved.items():
+            file = os.path.join(self.folder, name, "model.safetensors")
+            if os.path.exists(file) and digest_of_file(file) != right:
+                raise Failure(f"{file} is not whole")
         checkpoint = os.path.join(self.folder, "checkpoints", "last")
         if os.path.exists(os.path.join(checkpoint, "manifest.json")):
             Store.open([checkpoint], FakeIo(), writable=False).close()  # compares every byte
