@@ -119,6 +119,11 @@ class Bound(nn.Parameter):
     def data(self, values: torch.Tensor) -> None:
         torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
+    def set_(self, *args: Any) -> torch.Tensor:  # type: ignore[override]
+        """To set it to itself, as torch's parametrizations do when they are registered (PEFT does that in forward), is no change."""
+        same = len(args) == 1 and isinstance(args[0], torch.Tensor) and (args[0].data_ptr(), args[0].dtype) == (self.data_ptr(), self.dtype)
+        return self if same and (args[0].shape, args[0].stride()) == (self.shape, self.stride()) else super().set_(*args)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is nobody's."""
         if id(self) not in memo:
