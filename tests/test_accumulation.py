@@ -100,7 +100,7 @@ def accumulated(size, wide, tied):
     return losses, norms, oracle.snapshot()
 
 
-SUMS = [(*place, size, size is None, dtype) for dtype in ("bf16", "fp32") for size in (None, 2) for place in PLACES]
+SUMS = [(*place, size, size is None, dtype) for dtype in ("bf16", "fp32") for size, where in ((None, PLACES[1:4]), (2, PLACES)) for place in where]
 SUMS += [(*PLACES[2], 2, True, "bf16"), (*PLACES[3], 2, True, "fp32"), (*PLACES[3], 2, True, "auto"), (*PLACES[1], None, True, "auto")]
 
 
