@@ -45,7 +45,7 @@ LAYERS = [
     {"shard"},
     {"grads_away"},
     {"grads", "streaming", "compiling", "recompute", "optimizer", "checkpoint", "commit"},
-    {"memory", "editing", "stored"},
+    {"memory", "editing", "averages", "stored"},
     {"stepping", "report", "reading", "saves", "merging", "recovery"},
     {"engine"},
     {"hf", "integrations", "planner", "data", "loader", "train", "cli", "__main__"},

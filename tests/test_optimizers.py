@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from oracle import Oracle, assert_same, engine_snapshot
 
 import zinf
 from zinf import CheckpointError, ConfigError, Engine, StoreError, layout
+from zinf.algorithms import moments
 
-SIZES = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=64, vocab_size=512, num_attention_heads=2, num_key_value_heads=1)
+SIZES = dict(num_hidden_layers=1, hidden_size=32, intermediate_size=64, vocab_size=512, num_attention_heads=2, num_key_value_heads=1)
 NVME = dict(weights="nvme", state="nvme", chunk_size=4096)
 # name: (optimizer, its options, the reference's function, its moments)
 OPTIMIZERS = {
@@ -226,3 +228,42 @@ def test_a_checkpoint_of_another_optimizer_gives_its_weights(tmp_path):
             assert all(torch.equal(weights[name], want[0][name]) for name in weights)
             for key, (lo, *moments) in state.items():
                 assert torch.equal(lo, want[1][key][0]) and not any(plane.any() for plane in moments)
+
+
+# -- bytes a parameter ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "each"), [("adamw", "bf16", 10), ("lion", "bf16", 6), ("sgd", "bf16", 2), ("adagrad", "fp32", 4), ("sgd", "fp16", 4)]
+)
+@pytest.mark.parametrize("average", [0, 4])
+def test_bytes_of_a_step(tmp_path, name, dtype, each, average):
+    """State is written once a step, all of it and no more."""
+    with engine_of(name, tmp_path, DTYPES[dtype], ema_decay=0.9 if average else None, commit_every=1) as engine:
+        train(engine, 1)
+        engine.synchronize()
+        before = engine.memory.parts.records.store.stats()
+        train(engine, 3, first=1)
+        engine.synchronize()
+        after = engine.memory.parts.records.store.stats()
+        elements = sum(run.padded for shard in engine.layout.shards for run in shard.runs)
+        assert after["state_written"] - before["state_written"] == 2 * elements * (each + average)
+        assert after["state_read"] - before["state_read"] <= 2 * elements * (each + average)  # the root's lives in memory
+
+
+def table() -> list[str]:
+    """The table of docs/optimizers.md."""
+    lines = ["| optimizer | dtype | weights | state | on NVMe | written a step | read a step |", "|---|---|---|---|---|---|---|"]
+    rows = {"adamw, adam": ("adamw", {}), "lion; sgd with momentum": ("lion", {}), "adagrad": ("adagrad", {}), "sgd": ("sgd", {})}
+    for label, (optimizer, options) in rows.items():
+        for dtype in DTYPES:
+            mode = layout.mode(dtype, moments(zinf.Config(optimizer=optimizer, **options)))
+            w, s = mode.weights_bytes, mode.state_bytes
+            names = ", ".join(f"{name} {layout.ITEMSIZE[kind]}" for name, kind in mode.planes) or "none"
+            lines.append(f"| {label} | {dtype} | {w} | {f'{s}: {names}' if s else 'none'} | {w + s} | {w + s} | {s} + {w} to {2 * w} |")
+    return lines
+
+
+def test_the_table_of_the_docs():
+    text = (Path(__file__).parent.parent / "docs" / "optimizers.md").read_text()
+    assert "\n".join(table()) in text, "\n".join(table())

@@ -54,6 +54,16 @@ class StepSpec:
     gate: Callable[[], None] | None = None
 
 
+def plane_views(run: layout.Run, length: int, state: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The planes of a chunk of state (uint8) of `length` elements, by name, each in its dtype."""
+    planes, at = {}, 0
+    for name, dtype in run.mode.planes:
+        nbytes = length * layout.ITEMSIZE[dtype]
+        planes[name] = state[at : at + nbytes].view(DTYPES[dtype])
+        at += nbytes
+    return planes
+
+
 class ChunkItem:
     """One chunk of one shard on its way to compute: read, step, upload, write. See pipeline.Item."""
 
@@ -176,12 +186,7 @@ class ChunkItem:
             grads = whole[first : first + self.chunk.length]
         assert self.weights is not None and self.spec is not None
         weights = self.weights.view(DTYPES[run.dtype])
-        planes, at = {}, 0
-        for name, dtype in run.mode.planes:
-            assert self.state is not None
-            nbytes = self.chunk.length * layout.ITEMSIZE[dtype]
-            planes[name] = self.state[at : at + nbytes].view(DTYPES[dtype])
-            at += nbytes
+        planes = plane_views(run, self.chunk.length, self.state) if self.state is not None else {}
         parts = self.shard.parts
         for s in self.segments:
             a, b = max(s.start - first, 0), min(s.end - first, self.chunk.length)

@@ -360,9 +360,12 @@ class Engine:
         """
         return reading.gather(self, params, write)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """All weights and buffers in memory, under the model's names. For models that fit; others use save_pretrained."""
-        return reading.state_dict(self)
+    def state_dict(self, ema: bool = False) -> dict[str, torch.Tensor]:
+        """All weights and buffers in memory, under the model's names. For models that fit; others use save_pretrained.
+
+        With `ema` the averages of the weights instead, in fp32 as they are kept (see zinf/averages.py).
+        """
+        return reading.state_dict(self, ema)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
         """Take weights and buffers from `state`, under the model's names, one shard after the other; `model.load_state_dict` is the same.
@@ -377,7 +380,7 @@ class Engine:
         """
         return reading.load_state_dict(self, state, strict)
 
-    def save_pretrained(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000, dtype: str | None = None) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000, dtype: str | None = None, ema: bool = False) -> None:
         """Write a Hugging Face checkpoint of the weights as they are now, streamed: safetensors, config, tokenizer.
 
         Of a model with adapters (PEFT) only those, as its own save_pretrained does.
@@ -386,8 +389,9 @@ class Engine:
             folder: made if missing; files of the same names are replaced.
             max_shard_size: bytes in one file.
             dtype: None for the weights' own; "fp32" for the full master.
+            ema: write the averages of the weights instead; ConfigError if none are kept.
         """
-        reading.save_pretrained(self, folder, max_shard_size, dtype)
+        reading.save_pretrained(self, folder, max_shard_size, dtype, ema)
 
     def merge_and_save(self, folder: str | os.PathLike[str], *, max_shard_size: int = 5_000_000_000) -> None:
         """Write the base of a model with adapters (PEFT), the adapters merged into it, as a normal Hugging Face folder.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from zinf import averages
 from zinf.buffers import persistent
 from zinf.checkpoint import export_safetensors
 from zinf.chunks import DTYPES
@@ -133,8 +134,11 @@ def hand_over(engine: Engine) -> None:
         shard.hand_over()
 
 
-def state_dict(engine: Engine) -> dict[str, torch.Tensor]:
+def state_dict(engine: Engine, ema: bool) -> dict[str, torch.Tensor]:
     """See Engine.state_dict."""
+    if ema:
+        averages.check(engine)
+        return state_dict(engine, False) | _averages(engine)
     values: dict[int, torch.Tensor] = {}
     for shard in engine.shards:
         with gather(engine, [p for *_, p in shard.params], False):
@@ -144,16 +148,26 @@ def state_dict(engine: Engine) -> dict[str, torch.Tensor]:
     return out | {name: b.detach().clone() for name, b in persistent(engine.module)}
 
 
-def save_pretrained(engine: Engine, folder: str | os.PathLike[str], max_shard_size: int, dtype: str | None) -> None:
+def _averages(engine: Engine) -> dict[str, torch.Tensor]:
+    """Of all parameters that may be trained, under each of their names, in fp32."""
+    found = averages.values(engine)
+    own = {id(p): found[spec.name] for shard in engine.shards for _, spec, p in shard.params if spec.name in found}
+    return {name: own[id(p)] for name, p in engine.module.named_parameters(remove_duplicate=False) if id(p) in own}
+
+
+def save_pretrained(engine: Engine, folder: str | os.PathLike[str], max_shard_size: int, dtype: str | None, ema: bool) -> None:
     """See Engine.save_pretrained."""
+    if ema:
+        averages.check(engine)
     engine.synchronize()
     if base_of(engine.module) is not None:
-        _save_adapters(engine, folder)
+        _save_adapters(engine, folder, ema)
         return
+    averaged = averages.averaged(engine) if ema else frozenset()
     origin, module = engine.origin, engine.module
     names, buffers = (origin.names, origin.buffers_of(module)) if origin is not None else (None, None)
     read = engine.memory.parts.records.read
-    export_safetensors(folder, engine.layout, read, names=names, buffers=buffers, max_shard_size=max_shard_size, dtype=dtype)
+    export_safetensors(folder, engine.layout, read, names=names, buffers=buffers, max_shard_size=max_shard_size, dtype=dtype, averaged=averaged)
     if origin is not None:
         origin.save_extras(module, folder, dtype=DTYPES[dtype] if dtype is not None else None)
         return
@@ -162,11 +176,13 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], max_shard_si
         save_config(folder)
 
 
-def _save_adapters(engine: Engine, folder: str | os.PathLike[str]) -> None:
+def _save_adapters(engine: Engine, folder: str | os.PathLike[str], ema: bool) -> None:
     """What the model's own save_pretrained saves: adapters are resident; a large layer that is trained as a whole comes into memory for it."""
     module: Any = engine.module
     trained = {id(p) for s in engine.shards for r, _, p in s.params if s.spec.runs[r].trainable}
     state = module.state_dict() | _values(engine, trained)
+    if ema:
+        state |= {name: average.to(state[name].dtype) for name, average in _averages(engine).items()}
     try:
         module.save_pretrained(folder, state_dict=state)
     except EngineError:  # embeddings that were resized or have adapters are saved as well: they are needed after all

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -26,7 +26,7 @@ from zinf import layout, ops
 from zinf.checkpoint.format import BITS, NAMES, Tensor, write_header
 from zinf.checkpoint.sources import INDEX, SINGLE
 from zinf.checkpoint.staging import Part, Progress, Segment, Slot, Stream, Transfer, Workers, cast, cut, make_slots, segments, stage_views
-from zinf.chunks import DTYPES
+from zinf.chunks import DTYPES, plane_views
 from zinf.errors import CheckpointError
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -43,6 +43,7 @@ def export_safetensors(
     buffers: Mapping[str, torch.Tensor] | None = None,
     max_shard_size: int = 5_000_000_000,
     dtype: str | None = None,
+    averaged: Collection[str] = (),
     metadata: Mapping[str, str] = _FORMAT,
     buffer: torch.Tensor | None = None,
     progress: Progress | None = None,
@@ -60,6 +61,7 @@ def export_safetensors(
         buffers: further tensors, small and in memory, under their names in the files.
         max_shard_size: bytes of tensors in a file, unless a single tensor has more.
         dtype: None for the weights as they are; "fp32" for the master, exactly; "bf16", "fp16" for the weights cast.
+        averaged: parameters whose average (the plane `ema`) is written instead.
         buffer: memory to stage in, as for import_tensors.
         progress: called with (bytes of weights read, bytes in all).
 
@@ -79,7 +81,7 @@ def export_safetensors(
         target.check_space()
         for name, tensor in (buffers or {}).items():
             target.write(places[name], 0, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
-        _stream(model, read, out, places, target, dtype, buffer, progress)
+        _stream(model, read, out, places, target, dtype, frozenset(averaged), buffer, progress)
         index = None
         if len(files) > 1:
             weight_map = {x.name: file for file, tensors in files.items() for x in tensors}
@@ -263,7 +265,7 @@ Job = tuple[int, int, layout.Chunk]  # (shard, run, chunk)
 
 def _stream(
     model: layout.Model, read: Transfer, out: Mapping[str, _Out], places: Mapping[str, Tensor], target: _Folder, dtype: str | None,
-    buffer: torch.Tensor | None, progress: Progress | None,
+    averaged: frozenset[str], buffer: torch.Tensor | None, progress: Progress | None,
 ) -> None:  # fmt: skip
     """Read every chunk and write what it holds to its places."""
     pieces: dict[str, list[tuple[int, int, int, Tensor]]] = {}  # parameter -> (its first element, count, the tensor's first element, tensor)
@@ -271,7 +273,7 @@ def _stream(
         for name, at, start, count in tensor.sources:
             pieces.setdefault(name, []).append((at, count, start, places[tensor.name]))
     workers = Workers()
-    exporter = _Exporter(model, read, pieces, target, workers, dtype == "fp32")
+    exporter = _Exporter(model, read, pieces, target, workers, dtype == "fp32", averaged)
     jobs = [(s, r, chunk) for s, shard in enumerate(model.shards) for r, run in enumerate(shard.runs) for chunk in run.chunks(model.chunk)]
     total, done = sum(shard.weights_nbytes for shard in model.shards), 0
     states = any(exporter.needs_state(run) for shard in model.shards for run in shard.runs)
@@ -288,14 +290,15 @@ class _Exporter:
     """The two stages of an export: read a chunk into a slot, cast and write the parameters in it."""
 
     def __init__(
-        self, model: layout.Model, read: Transfer, pieces: Mapping[str, list[tuple[int, int, int, Tensor]]], target: _Folder, workers: Workers, master: bool
+        self, model: layout.Model, read: Transfer, pieces: Mapping[str, list[tuple[int, int, int, Tensor]]], target: _Folder, workers: Workers, master: bool,
+        averaged: frozenset[str],
     ) -> None:  # fmt: skip
         self.model, self.pieces, self.target, self.workers = model, pieces, target, workers
-        self._read, self._master = read, master
+        self._read, self._master, self._averaged = read, master, averaged
 
     def needs_state(self, run: layout.Run) -> bool:
-        """Whether the master is not all in the weights."""
-        return self._master and run.trainable and run.dtype != "fp32"
+        """Whether what is wanted is not all in the weights."""
+        return run.trainable and ((self._master and run.dtype != "fp32") or any(p.name in self._averaged for p in run.params))
 
     def read(self, job: Job, slot: Slot) -> list:
         """First stage."""
@@ -311,12 +314,13 @@ class _Exporter:
         run = self.model.shards[job[0]].runs[job[1]]
         chunk = job[2]
         weights = slot.weights[: chunk.length * run.mode.weights_bytes].view(DTYPES[run.dtype])
-        kept = None
-        if self.needs_state(run):
-            plane = run.mode.planes[0][1]
-            kept = slot.state[: chunk.length * layout.ITEMSIZE[plane]].view(DTYPES[plane])
-        return [self.workers.submit(self._piece, weights[a:b], None if kept is None else kept[a:b], tensor, start)
-                for segment in segments(run, chunk) for a, b, tensor, start in self._cut(segment)]  # fmt: skip
+        planes = plane_views(run, chunk.length, slot.state) if self.needs_state(run) else {}
+        master = next((planes[name] for name, _ in layout.MASTERS[run.dtype] if self._master and planes), None)
+        jobs = []
+        for segment in segments(run, chunk):
+            kept = planes["ema"] if segment.param.name in self._averaged else master
+            jobs += [(weights[a:b], None if kept is None else kept[a:b], tensor, start) for a, b, tensor, start in self._cut(segment)]
+        return [self.workers.submit(self._piece, *job) for job in jobs]
 
     def _cut(self, segment: Segment) -> list[tuple[int, int, Tensor, int]]:
         """(first and last element in the chunk, tensor, first element in it) of the transfers of a segment."""
