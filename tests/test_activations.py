@@ -19,6 +19,7 @@ from zinf.activations import AHEAD
 from zinf.aio.faults import Rule
 from zinf.engine import Engine
 from zinf.errors import BudgetError, ConfigError, EngineError, StoreError
+from zinf.tiers import device as devices
 
 NVME = dict(weights="nvme", state="nvme", chunk_size=4096)
 PLACES = {
@@ -171,6 +172,14 @@ def test_blocks_used_in_any_way(tmp_path, place, plan):
     model = Net()
     model.plan = plan
     same_as_oracle(tmp_path, model, device="sim", **PLACES[place])
+
+
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_races_on_the_sim_device(tmp_path, place, monkeypatch):
+    """Copies ten times slower than compute, what is released or not yet there is NaN: a missing wait is seen."""
+    real = devices.SimDevice
+    monkeypatch.setattr(devices, "SimDevice", lambda seed: real(seed, delay=0.02))
+    same_as_oracle(tmp_path, Net(), device="sim", **PLACES[place])
 
 
 def test_a_real_model(tmp_path):

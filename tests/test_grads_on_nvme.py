@@ -15,6 +15,7 @@ from zinf import placement
 from zinf.aio.faults import Rule
 from zinf.engine import Engine
 from zinf.errors import BudgetError, EngineError, StoreError
+from zinf.tiers import device as devices
 from zinf.tiers import directory, host
 
 NVME = dict(weights="nvme", state="nvme", chunk_size=4096)
@@ -62,6 +63,14 @@ def test_wherever_the_records_are(tmp_path, device, options):
 def test_as_with_grads_on_the_host(tmp_path, device, options):
     runs = [engine_run(tmp_path, 3, device=device, grads=grads, max_grad_norm=1.0, **NVME, **options) for grads in ("host", "nvme")]
     check(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("mode", ["backward", "deferred"])
+def test_races_on_the_sim_device(tmp_path, mode, monkeypatch):
+    """Copies ten times slower than compute: grads leave, come back and are added to in the right order."""
+    real = devices.SimDevice
+    monkeypatch.setattr(devices, "SimDevice", lambda seed: real(seed, delay=0.02))
+    check(engine_run(tmp_path, 2, accumulation=4, device="sim", step_mode=mode, grads="nvme", **NVME), oracle_run(2, accumulation=4))
 
 
 def test_several_backwards_without_saying_so(tmp_path):
