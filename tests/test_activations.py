@@ -180,6 +180,11 @@ def test_races_on_the_sim_device(tmp_path, place, monkeypatch):
     real = devices.SimDevice
     monkeypatch.setattr(devices, "SimDevice", lambda seed: real(seed, delay=0.02))
     same_as_oracle(tmp_path, Net(), device="sim", **PLACES[place])
+    model = Net(12)
+    with begin(tmp_path, model, run_name="ahead", device="sim", **PLACES[place]) as engine:
+        loss = square(engine, 0)
+        assert model.alive() <= AHEAD + 1  # forward waits for its copies
+        del loss
 
 
 def test_a_real_model(tmp_path):
