@@ -267,3 +267,20 @@ def table() -> list[str]:
 def test_the_table_of_the_docs():
     text = (Path(__file__).parent.parent / "docs" / "optimizers.md").read_text()
     assert "\n".join(table()) in text, "\n".join(table())
+
+
+def test_a_store_made_by_from_pretrained(tmp_path):
+    """It has room for what it was told; an engine with another optimizer is told how to get it."""
+    model(torch.float32).save_pretrained(tmp_path / "hf")
+    options = dict(nvme_path=str(tmp_path), dtype=torch.float32)
+    net = zinf.from_pretrained(tmp_path / "hf", run_name="adam", **options)
+    with pytest.raises(StoreError, match=r"has room for the state of adamw or adam \(m, v\).*from_pretrained takes optimizer, momentum and ema_decay"):
+        Engine(net, optimizer="lion")
+    net = zinf.from_pretrained(tmp_path / "hf", run_name="lion", optimizer="lion", ema_decay=0.9, **options)
+    oracle = oracle_of("lion", torch.float32, ema_decay=0.9)
+    losses = train(oracle, 2)
+    with Engine(net, optimizer="lion", betas=(0.8, 0.9), ema_decay=0.9, lr=1e-2, weight_decay=0.1) as engine:
+        engine.train()
+        assert train(engine, 2) == losses
+        averages, want = engine.state_dict(ema=True), oracle.snapshot()[0]
+        assert all(torch.equal(engine.state_dict()[name], w) for name, w in want.items()) and averages.keys() >= want.keys()
