@@ -39,7 +39,7 @@ def state_of(name: str, dtype: torch.dtype, state: tuple[Tensor, ...]) -> tuple[
 
 
 @pytest.mark.parametrize(("name", "weights_dtype", "grads_dtype"), list(itertools.product(STEPS, FLOATS, FLOATS)))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     n=st.integers(0, 2100),
     offset=st.integers(0, 40),
