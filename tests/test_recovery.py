@@ -51,7 +51,7 @@ RULES = {
 }
 
 
-@EVERYWHERE
+@pytest.mark.parametrize(("mode", "device"), [("deferred", "cpu"), ("backward", "cpu"), ("backward", "sim")])
 @pytest.mark.parametrize(("rule", "after"), [*((rule, 2) for rule in RULES), ("write of state", 0)])
 def test_recover_goes_on_with_the_same_bits(tmp_path, rule, after, mode, device):
     engine = quiet(tmp_path, **MODES[mode], device=device)
