@@ -41,7 +41,7 @@ def bytes_of_a_step(folder, **options):
         counted = tuple((engine_after[k] - engine_before[k]) / per for k in ("bytes_read", "bytes_written"))
         seen = tuple((b - a) / per for a, b in zip(kernel_before, kernel_after, strict=True))
         classes = {s: k for k, c in enumerate(engine.memory.plan.slabs) for s in c.members}
-        plan = moves(engine._train.uses, classes, [c.count for c in engine.memory.plan.slabs], engine.memory.lookahead, steps=3) if classes else []
+        plan = moves(engine.conductor.train.uses, classes, [c.count for c in engine.memory.plan.slabs], engine.memory.lookahead, steps=3) if classes else []
         fetched = sum(engine.layout.shards[m.shard].numel for m in plan if m.verb == "fetch") / engine.layout.numel
         return counted, seen, fetched
 

@@ -47,6 +47,8 @@ LAYERS = [
     {"grads", "streaming", "compiling", "recompute", "optimizer", "checkpoint", "commit"},
     {"memory", "editing", "averages", "stored"},
     {"stepping", "report", "reading", "saves", "merging", "recovery"},
+    {"health", "progress"},
+    {"conductor"},
     {"engine"},
     {"hf", "integrations", "planner", "data", "loader", "train", "cli", "__main__"},
 ]

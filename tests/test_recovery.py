@@ -162,7 +162,7 @@ def test_going_on_after_a_commit_error_needs_no_recover(tmp_path, mode, device, 
             one_step(engine)
         except CommitError:
             told += 1
-            if mode == "backward" and engine._stepper.interrupted:
+            if mode == "backward" and engine.stepper.interrupted:
                 pytest.fail("the second try should have made it")
     assert left[0] == 0 and told <= 1
     same_end(end(engine), straight(mode))

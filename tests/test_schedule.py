@@ -74,8 +74,8 @@ def test_the_engine_does_what_the_schedule_says(tmp_path):
         for ids in batches(3):
             engine.backward(engine(input_ids=ids, labels=ids).loss)
             engine.step()
-        cycle = list(engine._train.uses)
+        cycle = list(engine.conductor.train.uses)
         order = [use.shard for use in cycle if use.phase is F]
         assert cycle == training_cycle(order)[:-1]  # the embedding's backward needs no weights
         assert len(order) == 8  # embedding, six blocks, head
-        assert engine._train.misses == 0 and engine.stats()["counts"].get("misses", 0) <= 1
+        assert engine.conductor.train.misses == 0 and engine.stats()["counts"].get("misses", 0) <= 1

@@ -33,7 +33,7 @@ def check(engine: Engine) -> None:
 
 def averaged(engine: Engine) -> frozenset[str]:
     """The names of the parameters that have been stepped, and so have an average of their own."""
-    counts = engine._stepper.counts
+    counts = engine.stepper.counts
     return frozenset(spec.name for shard in engine.shards for (_, spec, _), n in zip(shard.params, counts[shard.index], strict=True) if n)
 
 

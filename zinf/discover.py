@@ -103,6 +103,8 @@ def check_model(model: nn.Module, streamed: bool) -> None:
     """Is it a module, and does it have values (or a store has, if it was `streamed` into one)? Raises TypeError or ConfigError."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"zinf.Engine: expected an nn.Module, got {type(model).__name__}")
+    if next(model.parameters(), None) is None:
+        raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to stream or to train")
     for name, p in model.named_parameters():
         if isinstance(p, nn.UninitializedParameter):
             raise ConfigError(f"{name} is not initialised yet (a lazy module): run one batch through the model first")

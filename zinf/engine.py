@@ -1,4 +1,4 @@
-"""The engine: conducts. No arithmetic and no I/O happens here; it decides when each shard moves, and in what order.
+"""The engine: what a training loop calls. No arithmetic and no I/O happens here.
 
 One step, as the user sees it:  loss = engine(**batch).loss;  engine.backward(loss);  engine.step()
 
@@ -27,21 +27,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf import buffers, fused, guards, kvcache, layout, memory, merging, precision, reading, recovery, rng, saves, scaling
-from zinf.activations import Activations
+from zinf import fused, guards, kvcache, memory, merging, precision, reading, recovery, saves, scaling
 from zinf.algorithms import moments
 from zinf.checkpoint.saver import Saved, Saver
 from zinf.commit import Committer
 from zinf.compiling import check_backend, compile_forward
+from zinf.conductor import Conductor
 from zinf.config import Config, check_keys
-from zinf.discover import Unit, check_model, discover, layout_of, may_train
-from zinf.errors import CommitError, ConfigError, EngineError, NonFiniteError, StoreError
-from zinf.objects import Objects
+from zinf.discover import check_model, discover, layout_of, may_train
+from zinf.errors import EngineError
+from zinf.health import Health
 from zinf.optimizer import Optimizer, make_groups
 from zinf.placement import Tier
+from zinf.progress import Progress
 from zinf.recompute import TakeOver, recomputed
 from zinf.report import plan_lines, report, stats
-from zinf.schedule import Cycle, Phase, Use, training_cycle
 from zinf.shard import Shard
 from zinf.stepping import Stepper, StepStats
 from zinf.stored import basis_of
@@ -77,13 +77,6 @@ class Engine:
             raise EngineError(f"this {type(model).__name__} already has an engine: close it first")
         self.module = model
         check_backend(config.compile_blocks)
-        self._pid = os.getpid()
-        self.extra: dict[str, Any] = {}
-        self.objects = Objects()
-        self._late: tuple[int, dict[str, Any]] | None = None  # the commit to be asked for when the model is next used, see objects.py
-        self._import: dict[str, Any] = {}  # what the import left in the store's manifest
-        self.micro_batch_size = config.micro_batch_size
-        self.batch_size: int | None = None  # rows of the current forward's batch
         self.origin = getattr(model, "zinf_origin", None)
         precision.keep_in_fp32(model, config.keep_in_fp32 or (), stored=self.origin is not None)
         trained = may_train(model, config.trainable)
@@ -95,16 +88,15 @@ class Engine:
         chunk = config.chunk_size if self.origin is None else self.origin.chunk_size
         self.layout = layout_of(self._units, chunk, stateful, moments=moments(config, groups))
         scaled = scaling.scales(config, self.layout)
-        self.step_mode = _choose_step_mode(config, self.origin is not None or bool(config.nvme_path), scaled)
+        self.step_mode = memory.choose_step_mode(config, self.origin is not None or bool(config.nvme_path), scaled)
         self._scaler = scaling.LossScaler(config, scaled)
         with contextlib.ExitStack() as stack:
             self.memory = memory.build(self.layout, self._units, model, config, self.step_mode, stack, stored, resume, basis)
             parts = self.memory.parts
-            self._saver = Saver(parts.records, parts.state_slots, config)
-            stack.callback(self._saver.stop)  # before the tiers that it reads
+            self.saver = Saver(parts.records, parts.state_slots, config)
+            stack.callback(self.saver.stop)  # before the tiers that it reads
             self._shutdown = weakref.finalize(self, _close, stack.pop_all(), os.getpid())
         self.shards, self.trace = self.memory.shards, self.memory.parts.trace
-        self.gathered = 0  # gather blocks that are open
         self._undo: list[Callable[[], None]] = []
         try:
             self._start(groups)
@@ -116,27 +108,22 @@ class Engine:
         """Everything above the memory."""
         model, config = self.module, self.config
         self.optimizer = Optimizer(self, groups)
-        self._committer = Committer(self.memory.parts, self.shards)
-        self._stepper = Stepper(self.memory, self.optimizer, self._committer, config, self.step_mode, self._scaler, _weak(self._fetch))
-        self._train = Cycle(training_cycle(memory.guess_order(model, self._units)))
-        self._evaluate = Cycle(Use(Phase.EVALUATE, use.shard) for use in self._train.uses if use.phase is Phase.FORWARD)
-        self._now = self._train  # the cycle that the current pass follows
-        self._trained: list[Use] = []  # what was used since the current training cycle began
-        self._evaluated: list[Use] = []
-        self._error: BaseException | None = None
-        self._harmless: BaseException | None = None  # that error, if it may have left everything as it was after the last step
-        self._marks = recovery.Marks()
-        self._buffers = buffers.Changed(model)
-        self._resumed_step, self._resumed_groups = -1, []  # type: int, list[dict[str, Any]]
+        self.committer = Committer(self.memory.parts, self.shards)
+        self.conductor = Conductor(self.memory, self.committer, memory.guess_order(model, self._units), config.micro_batch_size)
+        self.stepper = Stepper(self.memory, self.optimizer, self.committer, config, self.step_mode, self._scaler, _weak(self.conductor.fetch))
+        self.health = Health(self.stepper, self._shutdown)
+        self.conductor.stepper, self.conductor.health = self.stepper, self.health
+        self.progress = Progress(model, self.committer, config.optimizer)
+        self.progress.stepper, self.progress.optimizer = self.stepper, self.optimizer
         self._take_over = TakeOver(model, self._units)
         if self.memory.restored is not None:
-            self._restore(self.memory.restored)
+            self.progress.restore(self.memory.restored)
         self._hook()
         model.zinf_engine = weakref.ref(self)  # type: ignore[assignment]
 
     def _hook(self) -> None:
         """Let the model compute from the shards."""
-        conductor, stepper = weakref.proxy(self), weakref.proxy(self._stepper)
+        conductor, stepper = weakref.proxy(self.conductor), weakref.proxy(self.stepper)
         again = recomputed(self._units, self.config.recompute, self.config.keep_last)
         self._undo.append(self._take_over.undo)
         self._undo += kvcache.turn_off(self.module, [m for unit in self._units if unit.block for m in unit.modules])
@@ -147,13 +134,13 @@ class Engine:
             for i, (*_, p) in enumerate(shard.params):
                 if self.optimizer.steps(p):
                     with _wanting_grad(p):
-                        self._undo.append(p.register_post_accumulate_grad_hook(_taker(weakref.ref(self._stepper), shard, i)).remove)
+                        self._undo.append(p.register_post_accumulate_grad_hook(_taker(weakref.ref(self.stepper), shard, i)).remove)
             for module in unit.modules:
                 compiled = [compile_forward(module, self.config.compile_blocks)] if unit.block and self.config.compile_blocks else []
                 self._undo.append(stream(module, shard, conductor, unit.block, again[shard.index]))
                 self._undo += compiled  # undone after what stands upon it
             if shard is self.memory.root:
-                shard.fetch(self._train)
+                shard.fetch(self.conductor.train)
                 shard.wait_fetched()
                 shard.bind()
             else:
@@ -168,7 +155,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        self._check_usable()
+        self.health.check_usable()
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -177,7 +164,7 @@ class Engine:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a backward of your own; the loss itself where weights are not fp16."""
-        self._check_usable()
+        self.health.check_usable()
         return self._scaler.apply(loss)
 
     def step(self, extra: dict[str, Any] | None = None) -> StepStats:
@@ -191,59 +178,53 @@ class Engine:
             NonFiniteError: more than `max_skipped_steps` steps in a row had gradients that are not finite.
             CommitError: this step is made, and an earlier one could not be committed, nor will this be before there is room.
         """
-        self._check_usable(idle=True)
-        self._learn()
-        with self._noting():
-            self._ask_late()
-            self._stepper.prepare()
-        with self._noting(Exception, KeyboardInterrupt):
-            done = self._stepper.step()
+        self.health.check_usable(idle=True)
+        self.conductor.learn()
+        with self.health.noting():
+            self.progress.ask_late()
+            self.stepper.prepare()
+        with self.health.noting(Exception, KeyboardInterrupt):
+            done = self.stepper.step()
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
             if extra is not None:
                 self.extra = extra
             every = self._commit_every
-            if not done.skipped and ((every and done.step % every == 0) or self._committer.failed):
-                self._late = (done.step, self._snapshot())
-                self._marks.set(*self._late)
-                if not self.objects.late:
-                    self._ask_late()
+            if not done.skipped and ((every and done.step % every == 0) or self.committer.failed):
+                self.progress.step_done(done.step)
             for shard in self.shards:  # the root's is needed at once; where shards are stepped under backward, none may wait, as the next one would overtake it
                 if shard.pending is not None and (shard is self.memory.root or self.step_mode == "backward"):
-                    self._fetch(shard)
-            self._now = self._train
-            self._prefetch(self._train)
-            self._committer.make_if_applied()
+                    self.conductor.fetch(shard)
+            self.conductor.next_step()
+            self.committer.make_if_applied()
             if self.memory.root is not None:
                 self.memory.root.wait_fetched()  # it is bound: whoever reads an adapter between two steps must not see half of one
-        self._committer.check()
+        self.committer.check()
         return done
 
     def zero_grad(self) -> None:
         """Drop the grads summed since the last step."""
-        self._check_usable(idle=True)
-        with self._noting():
-            self._stepper.zero_grad()
+        self.health.check_usable(idle=True)
+        with self.health.noting():
+            self.stepper.zero_grad()
 
     def commit(self, extra: dict[str, Any] | None = None) -> None:
         """Commit the state after the last step as soon as it is on NVMe; does not wait for that. See `step` for `extra`."""
-        self._check_whole()
+        self.health.check_whole()
         if extra is not None:
             self.extra = extra
-        self._late = None
-        self._marks.set(self.global_step, self._snapshot())
-        with self._noting():
-            self._committer.ask(self.global_step, self._marks.of(self.global_step) or {})
+        with self.health.noting():
+            self.progress.ask()
 
     def synchronize(self) -> None:
         """Apply every pending step, make the commit that was asked for, and wait until it is made."""
-        self._check_whole()
-        with self._noting():
-            self._ask_late()
-            self._stepper.apply_pending()
-            if self._committer.failed and self._committer.asked is None:
-                self._committer.ask(self.global_step, self._snapshot())
-            self._committer.make_if_applied()
-            self._committer.wait()
+        self.health.check_whole()
+        with self.health.noting():
+            self.progress.ask_late()
+            self.stepper.apply_pending()
+            if self.committer.failed and self.committer.asked is None:
+                self.committer.ask(self.global_step, self.progress.snapshot())
+            self.committer.make_if_applied()
+            self.committer.wait()
             self.memory.parts.stepper.drain()
 
     def recover(self) -> int:
@@ -258,7 +239,7 @@ class Engine:
             StoreError: the store cannot go back (crash_safe: false): close the engine.
             OSError: the cause is still there; it may be called again.
         """
-        self._check_alive()
+        self.health.check_alive()
         return recovery.recover(self)
 
     def train(self, mode: bool = True) -> Engine:
@@ -273,12 +254,21 @@ class Engine:
     @property
     def global_step(self) -> int:
         """Steps made, those before a resume included; skipped ones are not."""
-        return self._stepper.global_step
+        return self.stepper.global_step
 
     @property
     def skipped_steps(self) -> int:
         """Steps that changed nothing since a gradient was not finite."""
-        return self._stepper.skipped_steps
+        return self.stepper.skipped_steps
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The plain values that the last commit, or the resumed one, was given."""
+        return self.progress.extra
+
+    @extra.setter
+    def extra(self, values: dict[str, Any]) -> None:
+        self.progress.extra = values
 
     @property
     def loss_scale(self) -> float:
@@ -300,8 +290,7 @@ class Engine:
         Raises:
             ConfigError: no such methods, a state that is more than that, or the name is taken.
         """
-        if self.objects.add(name, obj, late) and self.global_step == self._resumed_step:
-            self._load_groups(self._resumed_groups)  # a scheduler sets the learning rate when it is built
+        self.progress.register(name, obj, late)
         return obj
 
     def save_checkpoint(
@@ -425,14 +414,14 @@ class Engine:
         if not self._shutdown.alive:
             return
         try:
-            if self._error is None and self._stepper.early:
+            if self.health.error is None and self.stepper.early:
                 self.zero_grad()
-            if self._error is None:
+            if self.health.error is None:
                 self.commit()
                 self.synchronize()
                 if self.memory.io is None:
                     reading.hand_over(self)
-            self._saver.finish()
+            self.saver.finish()
         finally:
             self._release()
 
@@ -456,103 +445,30 @@ class Engine:
         elif self._shutdown.alive:
             self._release()
 
-    # -- conducting: called from the model's forward and backward -------------------------------------------------------------
-
-    def use(self, phase: Phase, shard: Shard) -> None:
-        """Compute is about to use `shard`: have its newest weights in the slab, and start fetching what comes next."""
-        self._check_usable()
-        use = Use(phase, shard.index)
-        cycle = self._evaluate if phase is Phase.EVALUATE else self._train
-        (self._evaluated if phase is Phase.EVALUATE else self._trained).append(use)
-        self._now = cycle
-        with self._noting():
-            self._fetch(shard)
-            if not cycle.advance(use):
-                self.trace.count("misses")
-            shard.hold()
-            try:
-                self._prefetch(cycle)
-                shard.wait_fetched()
-            finally:
-                shard.let_go()
-
-    def call_over(self, shard: Shard) -> None:
-        """A call's backward is over."""
-        with self._noting():
-            self._stepper.call_over(shard)
-
-    def in_backward(self) -> None:
-        """A backward is running."""
-        self._stepper.in_backward()
-
-    def called_in_backward(self, shard: Shard) -> None:
-        """The model checkpoints around a block."""
-        if not self.trace.counts["calls in backward"]:
-            log.warning("%s is under a torch.utils.checkpoint of the model's own: it is recomputed twice; turn one of the two off", shard.name)
-        self.trace.count("calls in backward")
-
-    @property
-    def activations(self) -> Activations:
-        """What recomputed calls keep."""
-        return self.memory.activations
-
-    def _fetch(self, shard: Shard, before: int | None = None) -> bool:
-        """Start a fetch along the current cycle. The last one that applies a step lets the commit follow."""
-        pending = shard.pending is not None
-        started = shard.fetch(self._now, before)
-        if started and pending:
-            self._committer.make_if_applied()
-        return started
-
-    def bring(self, shard: Shard) -> None:
-        """Have the shard's newest weights where they can be read, outside of any pass."""
-        self._check_whole()
-        with self._noting():
-            self._fetch(shard)
-            shard.wait_fetched()
-
-    def _prefetch(self, cycle: Cycle) -> None:
-        for index in cycle.upcoming(self.memory.lookahead):
-            if not self._fetch(self.shards[index], before=index):
-                break
-
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        self._check_whole()
-        with self._noting():
-            self._ask_late()
+        self.health.check_whole()
+        with self.health.noting():
+            self.progress.ask_late()
         self._take_over.look()
         if torch.is_grad_enabled():
-            if self._trained and self._trained[-1].phase is Phase.BACKWARD:
-                self._learn()
-            elif len(self._trained) > 64 * len(self.shards):
-                self._trained.clear()  # forwards that no backward follows are no cycle
             kvcache.refuse(kwargs)
-            if self._marks.empty:
-                self._marks.set(self.global_step, self._snapshot())
-        else:
-            self._evaluated = []
+            if self.progress.marks.empty:
+                self.progress.mark()
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.dim()]
-        self.batch_size = tensors[0].shape[0] if tensors else None
+        self.conductor.begin_forward(tensors[0].shape[0] if tensors else None)
         root = self.memory.root
         if root is not None:
-            with self._noting():
-                self._fetch(root)
-                root.wait_fetched()
+            self.conductor.bring(root)
             root.check_bound()
         return args, kwargs
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._evaluated and not torch.is_grad_enabled():
-            self._evaluate.replace(self._evaluated)
-            self._evaluated = []
+        self.conductor.end_forward()
 
-    def _learn(self) -> None:
-        """What was used since the last cycle began is the cycle from now on."""
-        if self._trained:
-            self._train.replace(self._trained)
-            self._trained = []
-
-    # -- state --------------------------------------------------------------------------------------------------------------
+    def bring(self, shard: Shard) -> None:
+        """Have the shard's newest weights where they can be read, outside of any pass."""
+        self.health.check_whole()
+        self.conductor.bring(shard)
 
     @property
     def _commit_every(self) -> int:
@@ -561,109 +477,13 @@ class Engine:
         resident = any(t is not Tier.NVME for i, t in enumerate(self.memory.plan.state) if self.shards[i] is not self.memory.root)
         return COMMIT_EVERY_RESIDENT if resident else 1
 
-    def _snapshot(self) -> dict[str, Any]:
-        """All that a resumed engine needs beyond the records, as of now."""
-        engine = {
-            **self._stepper.state(),
-            "optimizer": self.config.optimizer,
-            "groups": self._groups(),
-            "rng": rng.capture(),
-            "buffers": self._buffers.capture(),
-        }
-        return {**self._import, "engine": engine, "user": self.extra, "objects": self.objects.capture()}
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in self.optimizer.param_groups]
-
-    def _ask_late(self) -> None:
-        """Ask for the commit of the last step, with the late objects as they are now. See [Note: when an object is looked at] in objects.py."""
-        if self._late is not None:
-            (step, payload), self._late = self._late, None
-            if self.objects.late:
-                if self.objects.schedules:
-                    payload["engine"]["groups"] = self._groups()
-                payload["objects"].update(self.objects.capture(late=True))
-            self._committer.ask(step, payload)
-
-    def _load_groups(self, groups: list[dict[str, Any]]) -> None:
-        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-
-    def _restore(self, committed: dict[str, Any]) -> None:
-        self._import = {k: v for k, v in committed.items() if k not in ("engine", "user", "objects")}
-        self.extra = committed.get("user", {})
-        state = committed.get("engine")
-        if state is None:
-            return  # imported, never trained
-        trained = state.get("optimizer", "adamw or adam")  # before it was written down, there were these two
-        if self.config.optimizer not in trained.split():
-            raise ConfigError(
-                f"the store was trained with {trained}, and this run's optimizer is {self.config.optimizer}, which takes its state for something else: "
-                f"set optimizer to {trained.split()[0]}, or start from an export of the weights under another run_name"
-            )
-        self._stepper.load_state(state)
-        if len(state["groups"]) != len(self.optimizer.param_groups):
-            raise ConfigError(
-                f"the store was trained with {len(state['groups'])} parameter groups, and {len(self.optimizer.param_groups)} are given: use the same groups"
-            )
-        self.objects.restore(committed.get("objects", {}))
-        self._resumed_step, self._resumed_groups = self.global_step, state["groups"]
-        self._load_groups(state["groups"])
-        self._buffers.restore(state.get("buffers", {}))
-        self._rng = state["rng"]
-
     def restore_rng(self) -> None:
         """Set the random number generators of python, numpy, torch and its devices to the resumed commit's. No-op if nothing was resumed.
 
         They are those of the end of step(). After something that draws from them between two steps and is not repeated by a resumed
         loop, such as sampling in an evaluation, call `commit`, which takes them anew.
         """
-        if getattr(self, "_rng", None) is not None:
-            rng.restore(self._rng)
-
-    def _start_over(self) -> None:
-        """Nothing is under way, and nothing is wrong."""
-        self._error = self._harmless = None
-        self._trained, self._evaluated = [], []
-        self._now = self._train
-        for cycle in (self._train, self._evaluate):
-            cycle.position = 0
-
-    def _check_alive(self) -> None:
-        if os.getpid() != self._pid:
-            raise EngineError(f"the engine belongs to process {self._pid}, and this is a fork of it: its threads are not here")
-        if not self._shutdown.alive:
-            raise EngineError("the engine is closed: build a new one (and pass resume=True to go on from its store)")
-
-    def _check_usable(self, idle: bool = False) -> None:
-        self._check_alive()
-        if self._error is not None:
-            raise EngineError(
-                f"the engine stopped at an error ({self._error}): remove its cause and call recover(), or close it and go on from the last commit"
-            ) from self._error
-        self._stepper.settle(idle and not self.gathered)
-
-    def _check_whole(self) -> None:
-        """As _check_usable, where all shards must be of the same step."""
-        self._check_usable()
-        self._stepper.check_whole()
-
-    @contextlib.contextmanager
-    def _noting(self, *also: type[BaseException]) -> Iterator[None]:
-        """An error of the tiers leaves a step half done: remember it, so that nothing is computed from it."""
-        try:
-            yield
-        except CommitError:
-            raise  # nothing is half done
-        except NonFiniteError as error:
-            if self._stepper.early:  # and it could not be undone
-                self._error = error
-            raise
-        except (*also, OSError, MemoryError, StoreError) as error:  # type: ignore[misc]
-            self._error = error
-            if not also:
-                self._harmless = error
-            raise
+        self.progress.restore_rng()
 
 
 def _close(stack: contextlib.ExitStack, pid: int) -> None:
@@ -675,31 +495,6 @@ def _close(stack: contextlib.ExitStack, pid: int) -> None:
 
 
 _of_parents: list[contextlib.ExitStack] = []
-
-
-def check_budgets(config: Config, model: layout.Model, units: Sequence[Unit]) -> None:
-    """Raise BudgetError if an engine of `config` would not fit its budgets; for whoever imports a model first."""
-    on_nvme = bool(config.nvme_path)
-    mode = _choose_step_mode(config, on_nvme, scaling.scales(config, model))
-    memory.plan_for(model, units, config, on_nvme, config.device != "sim", mode)
-
-
-def _choose_step_mode(config: Config, on_nvme: bool, scaled: bool) -> str:
-    """`backward` where every step can be undone if a late gradient is not finite, and nothing needs the norm first."""
-    if config.step_mode == "backward" and config.max_grad_norm is not None:
-        raise ConfigError("step_mode is backward, but max_grad_norm needs all grads before the first step: leave step_mode to auto, or unset max_grad_norm")
-    undoable = on_nvme and config.state == "nvme" and config.weights in ("auto", "nvme") and config.crash_safe and config.commit_every in (None, 1)
-    if config.step_mode == "backward" and scaled and not undoable:
-        raise ConfigError(
-            "step_mode is backward, but the loss of fp16 weights is scaled, and overflows are routine that could not be undone: leave step_mode to auto"
-        )
-    if config.step_mode != "auto":
-        return config.step_mode
-    return "backward" if undoable and config.max_grad_norm is None and not scaled else "deferred"
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, type(None))) or (isinstance(value, (list, tuple)) and all(map(_plain, value)))
 
 
 def _weak(method: Any) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from zinf import layout, ops, placement, precision
+from zinf import layout, ops, placement, precision, scaling
 from zinf.activations import Activations
 from zinf.aio import IoEngine, open_engine
 from zinf.checkpoint import ModuleSource, import_tensors
@@ -287,3 +287,24 @@ def _fill(model: layout.Model, module: nn.Module, records: Records, store: Store
             records.dirty_all(there)
             records.flush()
             store.commit(0, {})
+
+
+def check_budgets(config: Config, model: layout.Model, units: Sequence[Unit]) -> None:
+    """Raise BudgetError if an engine of `config` would not fit its budgets; for whoever imports a model first."""
+    on_nvme = bool(config.nvme_path)
+    mode = choose_step_mode(config, on_nvme, scaling.scales(config, model))
+    plan_for(model, units, config, on_nvme, config.device != "sim", mode)
+
+
+def choose_step_mode(config: Config, on_nvme: bool, scaled: bool) -> str:
+    """`backward` where every step can be undone if a late gradient is not finite, and nothing needs the norm first."""
+    if config.step_mode == "backward" and config.max_grad_norm is not None:
+        raise ConfigError("step_mode is backward, but max_grad_norm needs all grads before the first step: leave step_mode to auto, or unset max_grad_norm")
+    undoable = on_nvme and config.state == "nvme" and config.weights in ("auto", "nvme") and config.crash_safe and config.commit_every in (None, 1)
+    if config.step_mode == "backward" and scaled and not undoable:
+        raise ConfigError(
+            "step_mode is backward, but the loss of fp16 weights is scaled, and overflows are routine that could not be undone: leave step_mode to auto"
+        )
+    if config.step_mode != "auto":
+        return config.step_mode
+    return "backward" if undoable and config.max_grad_norm is None and not scaled else "deferred"

@@ -39,8 +39,8 @@ def gather(engine: Engine, params: str | nn.Parameter | Iterable[str | nn.Parame
         _check_editable(engine, ids)
         engine.synchronize()  # a commit must not see half of what the block does
     with contextlib.ExitStack() as stack:
-        engine.gathered += 1
-        stack.callback(lambda: setattr(engine, "gathered", engine.gathered - 1))
+        engine.health.gathered += 1
+        stack.callback(lambda: setattr(engine.health, "gathered", engine.health.gathered - 1))
         for shard in shards:
             engine.bring(shard)
             shard.bind()
@@ -69,7 +69,7 @@ def _only_reading(engine: Engine, shards: Sequence[Shard]) -> Iterator[None]:
             if shard.parts.records.weights(shard.index) is None or not shard.parts.device.direct:
                 shard.valid = False  # the record is what it was
             else:
-                engine._error = error
+                engine.health.error = error
             raise
 
 
@@ -84,14 +84,14 @@ def _editing(engine: Engine, shards: Sequence[Shard]) -> Iterator[None]:
             engine.bring(edit.shard)
         raise
     changed = False
-    with engine._noting(Exception, KeyboardInterrupt):
+    with engine.health.noting(Exception, KeyboardInterrupt):
         for edit in edits:
             changed |= edit.write()
     _seal(engine, changed)
 
 
 def _seal(engine: Engine, changed: bool) -> None:
-    engine._marks.clear()
+    engine.progress.marks.clear()
     if changed and engine.step_mode == "backward":  # which undoes a step by going back to a commit
         engine.commit()
 
@@ -111,7 +111,7 @@ def load_state_dict(engine: Engine, state: Mapping[str, torch.Tensor], strict: b
     _check_editable(engine, set(given))
     engine.synchronize()
     changed = False
-    with engine._noting(Exception, KeyboardInterrupt):
+    with engine.health.noting(Exception, KeyboardInterrupt):
         for shard in engine.shards:
             flat = {spec.name: given[id(p)] for _, spec, p in shard.params if id(p) in given}
             if flat and write_values(shard, lambda p, start, count, flat=flat: flat[p.name][start : start + count].cpu() if p.name in flat else None):  # type: ignore[misc]

@@ -88,11 +88,11 @@ def report(engine: Engine) -> dict[str, Any]:
         "weights": [t.value for t in plan.weights],
         "state": [t.value for t in plan.state],
         "grads": "nvme" if plan.grads_away else "host",
-        "activations": {"placement": plan.activations.value, **engine.activations.report()},
+        "activations": {"placement": plan.activations.value, **engine.memory.activations.report()},
         "slabs": [{"bytes": c.nbytes, "count": c.count, "shards": len(c.members)} for c in plan.slabs],
         "io": engine.memory.io.report() if engine.memory.io is not None else None,
         "store": records.store.paths if records.store is not None else None,
-        "misses": engine._train.misses,
+        "misses": engine.conductor.train.misses,
         "fused_head": engine.fused_head.report() if engine.fused_head is not None else "off",
     }
 

@@ -39,38 +39,38 @@ def save(engine: Engine, folder: str | os.PathLike[str], tag: str | None, extra:
         raise ValueError(f"keep_last is {keep_last}; it must be 1 or more")
     folder, step = os.path.abspath(os.fspath(folder)), engine.global_step
     tag = tags.check(f"step-{step}" if tag is None else tag)
-    engine._check_whole()
+    engine.health.check_whole()
     _check_not_gathered(engine, "save_checkpoint")
-    if engine._stepper.summed:
+    if engine.stepper.summed:
         raise EngineError("save_checkpoint between a backward and its step: grads are not saved: call step() first, or zero_grad() to drop them")
     engine.commit(extra)
     engine.synchronize()
-    saved = engine._saver.save(folder, tag, step, content(engine), keep_last)
+    saved = engine.saver.save(folder, tag, step, content(engine), keep_last)
     if wait:
         saved.wait()
     return saved
 
 
 def _check_not_gathered(engine: Engine, what: str) -> None:
-    if engine.gathered:
+    if engine.health.gathered:
         raise EngineError(f"{what} within a gather block, which may be writing to the weights: end the block first")
 
 
 def content(engine: Engine) -> dict[str, Any]:
     """A commit's payload, with all buffers, and what the checkpoint was made by."""
-    payload = engine._snapshot()
-    payload["engine"] = {**payload["engine"], "buffers": engine._buffers.capture(all=True)}
-    made = {"zinf": zinf.__version__, "torch": str(torch.__version__), "config": engine.config.to_dict(), "buffers": engine._buffers.describe()}
+    payload = engine.progress.snapshot()
+    payload["engine"] = {**payload["engine"], "buffers": engine.progress.buffers.capture(all=True)}
+    made = {"zinf": zinf.__version__, "torch": str(torch.__version__), "config": engine.config.to_dict(), "buffers": engine.progress.buffers.describe()}
     return {**payload, tags.MARK: made}
 
 
 def load(engine: Engine, folder: str | os.PathLike[str], tag: str | None, weights_only: bool, rng: bool) -> dict[str, Any]:
     """See Engine.load_checkpoint."""
-    engine._check_usable(idle=True)
+    engine.health.check_usable(idle=True)
     _check_not_gathered(engine, "load_checkpoint")
     path = tags.find(os.fspath(folder), tag)
     records = engine.memory.parts.records
-    engine._saver.finish()
+    engine.saver.finish()
     engine.zero_grad()
     engine.commit()
     engine.synchronize()
@@ -109,7 +109,7 @@ def check(engine: Engine, path: str, model: layout.Model, saved: dict[str, Any],
         raise CheckpointError(f"{path} was trained with {optimizer}, this engine has {engine.config.optimizer}: use the same, or weights_only=True")
     if groups != len(engine.optimizer.param_groups):
         raise CheckpointError(f"{path} has {groups} parameter groups, this engine {len(engine.optimizer.param_groups)}: use the same, or weights_only=True")
-    missing = set(saved["engine"]["buffers"]) - set(engine._buffers.describe())
+    missing = set(saved["engine"]["buffers"]) - set(engine.progress.buffers.describe())
     if missing:
         raise CheckpointError(f"{path} has a buffer {min(missing)} that this model has not: build the same model")
 
@@ -153,7 +153,7 @@ def _undo(engine: Engine, error: BaseException) -> None:
         engine.memory.parts.records.load_homes()
     except BaseException as again:
         again.__context__ = error
-        engine._error = again
+        engine.health.error = again
 
 
 @contextlib.contextmanager
@@ -170,11 +170,11 @@ def _buffers(engine: Engine) -> Iterator[list[torch.Tensor]]:
 def _take_over(engine: Engine, saved: dict[str, Any], weights_only: bool, rng: bool) -> None:
     """Set what a checkpoint says beside the records."""
     state = saved["engine"]
-    engine._marks.clear()
-    engine._buffers.restore(state["buffers"])
+    engine.progress.marks.clear()
+    engine.progress.buffers.restore(state["buffers"])
     if weights_only:
-        engine._stepper.load_state({"global_step": 0, "skipped_steps": 0, "counts": {}})
+        engine.stepper.load_state({"global_step": 0, "skipped_steps": 0, "counts": {}})
         return
-    engine._restore({**engine._import, "engine": state, "user": saved.get("user", {}), "objects": saved.get("objects", {})})
+    engine.progress.restore({**engine.progress.imported, "engine": state, "user": saved.get("user", {}), "objects": saved.get("objects", {})})
     if rng:
-        engine.restore_rng()
+        engine.progress.restore_rng()

@@ -196,8 +196,9 @@ def open_engine(config: TrainConfig, fresh: bool, watch: Watch) -> EngineLike:
     """The engine on the store that the config names: reopened at its last commit, or imported anew."""
     import torch
 
-    from zinf.engine import Engine, check_budgets
+    from zinf.engine import Engine
     from zinf.hf.loading import from_pretrained
+    from zinf.memory import check_budgets
 
     e = config.engine
     if not e.nvme_path:
