@@ -46,7 +46,7 @@ def seen(folder: Path, out: str) -> dict:
 
 
 def same_end(a: Path, b: Path) -> None:
-    (bits_a, buffers_a), (bits_b, buffers_b) = (torch.load(f / "end.pt") for f in (a, b))
+    (bits_a, buffers_a), (bits_b, buffers_b) = (torch.load(f / "end.pt", weights_only=True) for f in (a, b))
     assert_same(bits_a, bits_b)
     assert all(torch.equal(x, y) for x, y in zip(buffers_a, buffers_b, strict=True))
 

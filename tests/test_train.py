@@ -35,7 +35,7 @@ class MemoryEngine:
         self.global_step, self.extra, self.log = 0, {}, []  # type: ignore[var-annotated]
         self.closed = False
         if self.file.exists() and not fresh:
-            saved = torch.load(self.file)
+            saved = torch.load(self.file, weights_only=True)
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.global_step, self.extra = saved["step"], saved["extra"]

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from zinf.errors import CheckpointError
+from zinf.tiers.manifest import shown
 
 MAX_HEADER = 100_000_000  # bytes: the limit of the safetensors package
+MAX_DIMENSIONS = 64  # torch's limit; and the product of more could keep us busy for hours
 
 # Bits an element; the order is the safetensors package's, whose files hold later dtypes first.
 BITS = {
@@ -100,11 +102,11 @@ def _entry(path: str, name: str, entry: Any, data: int) -> Tensor:
         raise _bad(path, f"tensor {name} does not have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise _bad(path, f"tensor {name} has the unknown dtype {dtype!r}")
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise _bad(path, f"tensor {name} has the impossible shape {shape!r}")
+        raise _bad(path, f"tensor {name} has the unknown dtype {shown(dtype)}")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_count, shape)):
+        raise _bad(path, f"tensor {name} has the impossible shape {shown(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)) or offsets[0] > offsets[1]:
-        raise _bad(path, f"tensor {name} has the impossible data_offsets {offsets!r}")
+        raise _bad(path, f"tensor {name} has the impossible data_offsets {shown(offsets)}")
     bits = math.prod(shape) * BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
         raise _bad(path, f"tensor {name} is {dtype} {shape}, {bits // 8} bytes, but its data_offsets span {offsets[1] - offsets[0]}")

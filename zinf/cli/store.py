@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import sys
+import time
 from typing import Any
 
 from zinf.cli import text
@@ -21,6 +23,7 @@ def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     )  # fmt: skip
     p.add_argument("paths", nargs="+", metavar="PATH", help="a store, or a folder that holds some")
     p.add_argument("--json", action="store_true", help="machine-readable")
+    p.add_argument("--verify", action="store_true", help="read every chunk and compare its checksum; exit status 1 if one is not what was written")
     p.set_defaults(run=inspect)
     p = commands.add_parser(
         "clean", parents=parents, help="remove stores",
@@ -53,15 +56,38 @@ def inspect(args: argparse.Namespace) -> int:
 
     _must_exist(args.paths)
     found = nvme.inspect(args.paths)
+    good = True
+    for store in found["stores"]:
+        if args.verify and store["state"] != "uncommitted":  # nothing is promised of what was never committed
+            store["verified"] = verify(store["paths"])
+            good = good and not store["verified"]["errors"]
+        if not args.json:
+            show(store)
     if args.json:
         json.dump(found, sys.stdout, indent=2, default=str)
         print()
-    else:
-        for store in found["stores"]:
-            show(store)
-        if not found["stores"]:
-            print(f"no store in {' or '.join(args.paths)}")
-    return 0
+    elif not found["stores"]:
+        print(f"no store in {' or '.join(args.paths)}")
+    return 0 if good else 1
+
+
+def verify(paths: list[str]) -> dict[str, Any]:
+    """Read a whole store: {"bytes": compared, "seconds", "errors": [a line for each chunk that is not what was written, or why none could be read]}."""
+    from zinf.aio import open_engine
+    from zinf.tiers import nvme
+
+    compared, errors, start = 0, [], time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal compared
+        compared = done
+
+    try:
+        with contextlib.closing(open_engine()) as io, nvme.Store.open(paths, io, verify="off", writable=False) as store:
+            store.verify(progress, lambda e: errors.append(str(e)))
+    except (StoreError, OSError) as e:
+        errors.append(str(e))
+    return {"bytes": compared, "seconds": round(time.monotonic() - start, 3), "errors": errors}
 
 
 def clean(args: argparse.Namespace) -> int:
@@ -100,6 +126,9 @@ def show(store: dict[str, Any]) -> None:
         pairs += [("step", store["step"]), ("model", model)]
         pairs += [("chunks", kind)] if store["checkpoint"] is None else _checkpoint(store["checkpoint"])
     pairs.append(("size", format_bytes(store["bytes"])))
+    if (verified := store.get("verified")) is not None:
+        errors, read = verified["errors"], f"{format_bytes(verified['bytes'])} read in {text.seconds(verified['seconds'])}"
+        pairs.append(("checksums", "\n".join([f"{len(errors)} errors, {read}", *errors]) if errors else f"all good, {read}"))
     text.rows(pairs)
 
 

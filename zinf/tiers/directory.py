@@ -13,6 +13,7 @@ import logging
 import os
 import stat
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 from zinf.errors import StoreError
@@ -183,12 +184,19 @@ def remove(path: str) -> None:
 
 
 class Lock:
-    """flock on each directory of a store: exclusive for a run, shared for readers. Gone with the process, however it ends."""
+    """flock on each directory of a store: exclusive for a run, shared for readers. Gone with the process, however it ends.
+
+    [Note: no lock is stale] The kernel ends a flock when the last descriptor of the open file is closed, so SIGKILL and a power cut
+    end it too, and the lock file that stays behind means nothing. A forked child (a worker of a DataLoader, say) has a copy of the
+    descriptor and may outlive its parent: it closes the copy as it is born. What the file says, pid and boot id of the last
+    writer, is for the message where somebody holds the lock whom the kernel does not name (a network mount, another container).
+    """
 
     def __init__(self, paths: Sequence[str], *, shared: bool = False) -> None:
         """Raises StoreError that names the holder's pid, or why there can be no lock."""
         self._fds: list[int] = []
         self._pid = os.getpid()
+        _locks.add(self)
         try:
             # In one order for all, so that two runs over the same paths in another order cannot block half of each other.
             for path in sorted(paths):
@@ -212,7 +220,7 @@ class Lock:
                 if os.fstat(fd).st_nlink:  # else it was removed by clean between our open and our lock: take the new one
                     if not shared:
                         os.ftruncate(fd, 0)
-                        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+                        os.pwrite(fd, b"%d %s\n" % (os.getpid(), _boot_id()), 0)
                     return fd
             except BlockingIOError:
                 os.close(fd)
@@ -220,10 +228,7 @@ class Lock:
                 if tries < 3:  # holder() takes the lock for an instant to find out whether it is free
                     time.sleep(0.02)
                     continue
-                pid = holder(path)
-                who = f"process {pid}" if pid else "another process"
-                who = "this process" if pid == os.getpid() else who
-                raise StoreError(f"the store at {path} is in use by {who}: wait for it or stop it, or choose another run_name") from None
+                raise StoreError(f"the store at {path} is in use by {_who(path)}: wait for it or stop it, or choose another run_name") from None
             except OSError as e:
                 os.close(fd)
                 if e.errno == errno.ENOSPC:  # only the pid could not be noted: /proc/locks has it too
@@ -245,6 +250,18 @@ class Lock:
         self.release()  # of a store that was dropped without close(): else it is "in use by this process" until the process ends
 
 
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child, see [Note: no lock is stale]."""
+    for lock in list(_locks):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def holder(path: str) -> int | None:
     """The pid that holds the store in `path`, 0 if somebody does who cannot be named, None if nobody does."""
     try:
@@ -255,14 +272,38 @@ def holder(path: str) -> int | None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            noted = os.pread(fd, 32, 0).strip()
-            return next(_flock_pids(os.fstat(fd).st_ino), int(noted) if noted.isdigit() else 0)
+            return next(_flock_pids(os.fstat(fd).st_ino), _noted(fd))
         fcntl.flock(fd, fcntl.LOCK_UN)
         return None
     except OSError:
         return 0
     finally:
         os.close(fd)
+
+
+def _who(path: str) -> str:
+    """The holder of a lock, for a message."""
+    pid = holder(path)
+    if not pid:
+        return "another process (another container or machine, or one that just ends)"
+    return "this process" if pid == os.getpid() else f"process {pid}"
+
+
+def _noted(fd: int) -> int:
+    """The pid in a lock file, if it was noted since this machine started and is a process still; else 0."""
+    pid, _, boot = os.pread(fd, 128, 0).strip().partition(b" ")
+    if not pid.isdigit() or boot != _boot_id():
+        return 0
+    return int(pid) if os.path.isdir(f"/proc/{int(pid)}") else 0
+
+
+def _boot_id() -> bytes:
+    """Differs after each start of the machine; empty where the kernel does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as f:
+            return f.read(64).strip()
+    except OSError:
+        return b""
 
 
 def _flock_pids(inode: int) -> Iterator[int]:

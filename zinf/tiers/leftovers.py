@@ -7,6 +7,7 @@ one entry, put together by the uuid that each directory's member.json holds.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -43,6 +44,8 @@ def inspect(paths: Sequence[str]) -> dict[str, Any]:
 def clean(paths: Sequence[str], *, yes: bool) -> dict[str, list[Any]]:
     """Remove stores at `paths` or one level below: those that never committed always, others only with yes=True, none that is in use.
 
+    A directory whose member.json cannot be read may be anybody's: it is shown, and kept whatever was confirmed.
+
     Returns:
         {"removed": [paths...], "kept": [(paths, why)...]}.
     """
@@ -50,6 +53,9 @@ def clean(paths: Sequence[str], *, yes: bool) -> dict[str, list[Any]]:
     kept: list[Any] = []
     for store in inspect(paths)["stores"]:
         where = store["paths"]
+        if store["uuid"] is None and store["state"] != "uncommitted":
+            kept.append((where, f"it may not be zinf's: {store['error']}"))
+            continue
         if store["state"] != "uncommitted" and not yes:
             kept.append((where, f"it is {store['state']}" + (f" at step {store['step']}" if "step" in store else "") + ": removed only when confirmed"))
             continue
@@ -82,17 +88,17 @@ def _candidates(paths: Sequence[str]) -> list[str]:
 
 
 def _is_store(path: str) -> bool:
-    names = (manifest.MEMBER, manifest.MANIFEST)
-    return not os.path.islink(path) and (any(os.path.lexists(os.path.join(path, name)) for name in names) or _is_begun(path))
+    """Other programs have a manifest.json too; a store has a member.json beside it."""
+    return not os.path.islink(path) and (os.path.lexists(os.path.join(path, manifest.MEMBER)) or _is_begun(path))
 
 
 def _is_begun(path: str) -> bool:
-    """Only the lock is there (a pid, at most), as when a run was killed at the begin of a creation, or at the end of a removal."""
+    """Only the lock is there (pid and boot id, at most), as when a run was killed at the begin of a creation, or at the end of a removal."""
     try:
         if directory.LOCK not in (names := set(os.listdir(path))) or names - {directory.LOCK, manifest.MEMBER + manifest.TMP}:
             return False
         lock = os.path.join(path, directory.LOCK)
-        return os.lstat(lock).st_size <= 16 and manifest.read_file(lock).strip().isdigit()
+        return os.lstat(lock).st_size <= 64 and re.fullmatch(rb"\d+( [0-9a-f-]*)?\s*", manifest.read_file(lock)) is not None
     except (OSError, StoreError):
         return False
 

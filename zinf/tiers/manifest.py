@@ -30,6 +30,7 @@ FORMAT = 1  # raised when an older zinf could misread a newer store
 MANIFEST, MEMBER, RESERVE, TMP = "manifest.json", "member.json", "reserve", ".tmp"
 UNWRITTEN = 255  # the version of a chunk that was never written: it reads as zeros
 _LIMIT = 1 << 30  # bytes: no manifest is larger (1e6 chunks make 17 MB)
+_MAX_DIMENSIONS = 64  # torch's limit; the product of more could keep us busy for hours
 _MAX_NUMEL = 1 << 48  # elements: no model is larger, and 64-bit offsets hold it
 
 _ENCODE = bytes.maketrans(bytes([0, 1, UNWRITTEN]), b"01-")
@@ -126,8 +127,7 @@ def decode(data: bytes, path: str) -> Manifest:
         version = fields["format"]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise StoreError(f"{path} is not a manifest of zinf, or is damaged ({type(e).__name__}: {e})") from None
-    if version != FORMAT:
-        raise StoreError(f"{path} has store format {version!r}; this zinf reads format {FORMAT}: use the zinf that wrote it, or a newer one")
+    check_format(version, path)
     body, found, tail = data.rpartition(b',\n"digest": ')
     if not found or tail.strip() != b'"%016x"}' % xxhash.xxh3_64_intdigest(body):
         raise StoreError(f"{path} is damaged: its checksum does not match its contents")
@@ -135,6 +135,22 @@ def decode(data: bytes, path: str) -> Manifest:
         return _checked(fields)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
         raise StoreError(f"{path} describes no possible store ({type(e).__name__}: {e})") from None
+
+
+def check_format(version: object, path: str) -> None:
+    """Raise StoreError unless this zinf reads stores of that format. Formats are whole numbers from 1 on; 1 is the first, so there is no older one to read."""
+    if type(version) is not int or version < 1:
+        raise StoreError(f"{path} has store format {shown(version)}, which no zinf has written: it is damaged, or not zinf's")
+    if version > FORMAT:
+        raise StoreError(f"{path} has store format {shown(version)}; this zinf reads format {FORMAT}: use the zinf that wrote it, or a newer one")
+
+
+def shown(value: object) -> str:
+    """What a damaged file says, short enough for a line."""
+    try:
+        return (said := repr(value))[:100] + ("..." if len(said) > 100 else "")
+    except ValueError:  # an int of more digits than Python writes
+        return "a huge number"
 
 
 def _checked(fields: dict[str, Any]) -> Manifest:
@@ -148,7 +164,8 @@ def _checked(fields: dict[str, Any]) -> Manifest:
         raise ValueError(f"shares {shares}")
     versions = fields["versions"].encode()
     sums = array.array("Q", bytes.fromhex(fields["checksums"]))
-    count = sum(len(run.chunks(model.chunk)) * (2 if run.has_state else 1) for shard in model.shards for run in shard.runs)
+    # Counted, not listed: a small hostile file could describe more chunks than memory holds.
+    count = sum(-(-run.padded // model.chunk) * (2 if run.has_state else 1) for shard in model.shards for run in shard.runs)
     if len(versions) != count or len(sums) != count or set(versions) - set(b"01-"):
         raise ValueError(f"{len(versions)} versions and {len(sums)} checksums for {count} chunks")
     if not _whole(fields["step"]) or not isinstance(fields["extra"], dict):
@@ -192,11 +209,11 @@ def check_layout(model: layout.Model) -> None:
 
 def _check_param(p: layout.Param, end: int, *, sliced: bool) -> None:
     """Raise ValueError unless `p` may follow a parameter that ends at element `end`. A rank's slice is smaller than its shape."""
-    if type(p.name) is not str or not _whole(p.offset) or not _whole(p.numel) or not all(map(_whole, p.shape)):
-        raise ValueError(f"parameter {p.name!r} of shape {p.shape!r} at element {p.offset!r}, {p.numel!r} long")
+    if type(p.name) is not str or not _whole(p.offset) or not _whole(p.numel) or not all(map(_whole, p.shape)) or len(p.shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"parameter {shown(p.name)} of shape {shown(p.shape)} at element {shown(p.offset)}, {shown(p.numel)} long")
     whole = math.prod(p.shape)
     if p.offset < end or p.offset % layout.PARAM_ALIGN or not 0 < p.numel <= whole or (p.numel < whole and not sliced):
-        raise ValueError(f"parameter {p.name} of shape {p.shape} at element {p.offset}, {p.numel} long, after one that ends at {end}")
+        raise ValueError(f"parameter {p.name} of shape {shown(p.shape)} at element {shown(p.offset)}, {shown(p.numel)} long, after one that ends at {end}")
 
 
 def _whole(n: object) -> bool:
@@ -215,8 +232,7 @@ def load_member(directory: str) -> Member:
     path = os.path.join(directory, MEMBER)
     try:
         fields = json.loads(read_file(path))
-        if fields["format"] != FORMAT:
-            raise StoreError(f"{path} has store format {fields['format']!r}; this zinf reads format {FORMAT}: use the zinf that wrote it, or a newer one")
+        check_format(fields["format"], path)
         member = Member(fields["uuid"], fields["index"], fields["count"])
         if not (isinstance(member.uuid, str) and type(member.index) is int and type(member.count) is int and 0 <= member.index < member.count):
             raise ValueError(f"path {member.index!r} of {member.count!r}")

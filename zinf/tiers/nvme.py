@@ -30,7 +30,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -505,11 +505,12 @@ class Store:
 
     # ---- checking
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def verify(self, progress: scrub.Progress | None = None, report: scrub.Report | None = None) -> None:
         """Read every chunk, the committed version and a newer one, and compare the checksums. Writes wait until it is over.
 
         Args:
             progress: called with (bytes done, bytes in all).
+            report: called with each error, and the rest is read too; without it the first one is raised.
 
         Raises:
             IntegrityError: names path, file, offset, shard and parameters.
@@ -526,7 +527,7 @@ class Store:
                     wanted.append((entry, entry.newest, entry.newest_sum))
             total = sum(entry.length for entry, _, _ in wanted)
             start = time.monotonic()
-            scrub.compare(self._io, self.model, wanted, progress)
+            scrub.compare(self._io, self.model, wanted, progress, report)
             log.info("verified %d bytes of %s in %.1f s", total, ", ".join(self.paths), time.monotonic() - start)
 
     # ---- the rest

@@ -82,9 +82,10 @@ def build(
 
 def make_room(paths: Sequence[str], placement: layout.Placement, overwrite: bool, linked: bool = False) -> None:
     """Refuse, or remove, what stands in the way of a new store; check the free bytes before anything is removed."""
-    there = {path: [name for name in directory.own_files() if os.path.lexists(os.path.join(path, name))] for path in paths}
+    left = manifest.MEMBER + manifest.TMP  # of a creation that was killed as it began; it will be written over
+    there = {path: [name for name in directory.own_files() if name != left and os.path.lexists(os.path.join(path, name))] for path in paths}
     for path, names in there.items():
-        if names and manifest.MEMBER not in names and manifest.MANIFEST not in names:
+        if names and manifest.MEMBER not in names:  # whose they are is not known: other programs have a manifest.json too
             raise StoreError(f"{path} has files that are not zinf's ({', '.join(names)}): choose another directory")
         if manifest.MANIFEST in names and not overwrite:
             raise StoreError(f"there is a store at {path} already: go on from it with resume=True, take another run_name, or remove it with `zinf clean`")

@@ -19,10 +19,16 @@ PIECE = 4 << 20  # bytes of one read
 DEPTH = 8  # reads in flight
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+Report = Callable[[Exception], None]
 
 
-def compare(io: aio.IoEngine, model: layout.Model, wanted: Sequence[tuple[Entry, int, int]], progress: Progress | None = None) -> None:
+def compare(
+    io: aio.IoEngine, model: layout.Model, wanted: Sequence[tuple[Entry, int, int]], progress: Progress | None = None, report: Report | None = None
+) -> None:
     """Compare each (entry, version, checksum) with what is on disk. Memory: DEPTH x PIECE bytes, whatever the chunks.
+
+    Args:
+        report: is told of each chunk that differs or cannot be read, and the rest is read too. Without it the first one is raised.
 
     Raises:
         IntegrityError: the first chunk that differs.
@@ -48,21 +54,30 @@ def compare(io: aio.IoEngine, model: layout.Model, wanted: Sequence[tuple[Entry,
 
         try:
             start(0, depth)
-            hasher = xxhash.xxh3_64()
+            hasher, failed = xxhash.xxh3_64(), None
             for i, (entry, version, expected, at) in enumerate(pieces):
-                flight[0].wait()
+                failed = flight[0].error() or failed
                 flight.popleft()
                 length = min(size, entry.length - at)
                 hasher.update(ring[i % depth][:length].numpy().data)
                 if i + depth < len(pieces):
                     start(i + depth, i + depth + 1)
                 if at + length == entry.length:
-                    if hasher.intdigest() != expected:
-                        raise mismatch(model, entry, version, hasher.intdigest(), expected)
+                    if failed is None and hasher.intdigest() != expected:
+                        failed = mismatch(model, entry, version, hasher.intdigest(), expected)
+                    if failed is not None:
+                        _tell(failed, report)
                     hasher.reset()
+                    failed = None
                     done += entry.length
                     if progress:
                         progress(done, total)
         finally:
             for ticket in flight:
                 ticket.error()  # the ring is given back only when nothing is on its way into it
+
+
+def _tell(error: Exception, report: Report | None) -> None:
+    if report is None:
+        raise error.with_traceback(None)
+    report(error)
