@@ -5,6 +5,8 @@
 # make sanitize   the tests of the native code under AddressSanitizer and UBSan
 # make crash     N=300: a training that is killed so often, at random moments of every phase
 # make soak      MINUTES=30: the tests of exactness on the sim device, with random delays, seed after seed
+# make fuzz      MINUTES=10: damaged and hostile files for each parser
+# make bounded   STEPS=1000: nothing grows in a long run
 # make clean      remove what was built; make distclean: .venv and ./work too
 
 PYTHON ?= python3
@@ -33,6 +35,12 @@ crash: setup
 
 soak: setup
 	@$(BIN)/python tests/soak.py $(or $(MINUTES),30) $(ARGS)
+
+fuzz: setup
+	@$(BIN)/python tests/fuzz.py $(or $(TARGET),all) $(or $(MINUTES),10) $(ARGS)
+
+bounded: setup
+	ZINF_BOUNDED_STEPS=$(or $(STEPS),1000) $(BIN)/python -m pytest -s tests/test_bounded.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info zinf/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

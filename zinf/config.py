@@ -340,7 +340,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         values = json.loads(text) if str(path).endswith(".json") else yaml.safe_load(text)
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror}") from None
-    except (ValueError, yaml.YAMLError) as e:
+    except (ValueError, RecursionError, yaml.YAMLError) as e:
         raise ConfigError(f"{path}: {' '.join(str(e).split())}") from None
     if values is not None and not isinstance(values, dict):
         raise ConfigError(f"{path}: expected keys and values, found {type(values).__name__}")

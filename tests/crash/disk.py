@@ -12,10 +12,10 @@ under a real I/O engine, `Journal` keeps it in a file that survives the process.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import dataclasses
 import os
-import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -177,7 +177,7 @@ class Journal:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def __call__(self, event: Event) -> None:
-        data = pickle.dumps(event)
+        data = repr(tuple(set(x) if isinstance(x, frozenset) else x for x in event)).encode()
         os.write(self._fd, len(data).to_bytes(8, "little") + data)
 
     @staticmethod
@@ -188,4 +188,4 @@ class Journal:
                 data = f.read(int.from_bytes(head, "little"))
                 if len(data) < int.from_bytes(head, "little"):
                     return
-                yield pickle.loads(data)
+                yield tuple(frozenset(x) if isinstance(x, set) else x for x in ast.literal_eval(data.decode()))

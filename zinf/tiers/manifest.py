@@ -126,7 +126,7 @@ def decode(data: bytes, path: str) -> Manifest:
         fields = json.loads(data)
         version = fields["format"]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise StoreError(f"{path} is not a manifest of zinf, or is damaged ({type(e).__name__}: {e})") from None
+        raise StoreError(f"{path} is not a manifest of zinf, or is damaged ({type(e).__name__}: {shown(e)})") from None
     check_format(version, path)
     body, found, tail = data.rpartition(b',\n"digest": ')
     if not found or tail.strip() != b'"%016x"}' % xxhash.xxh3_64_intdigest(body):
@@ -134,7 +134,7 @@ def decode(data: bytes, path: str) -> Manifest:
     try:
         return _checked(fields)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
-        raise StoreError(f"{path} describes no possible store ({type(e).__name__}: {e})") from None
+        raise StoreError(f"{path} describes no possible store ({type(e).__name__}: {shown(e)})") from None
 
 
 def check_format(version: object, path: str) -> None:
@@ -148,7 +148,7 @@ def check_format(version: object, path: str) -> None:
 def shown(value: object) -> str:
     """What a damaged file says, short enough for a line."""
     try:
-        return (said := repr(value))[:100] + ("..." if len(said) > 100 else "")
+        return (said := str(value) if isinstance(value, Exception) else repr(value))[:200] + ("..." if len(said) > 200 else "")
     except ValueError:  # an int of more digits than Python writes
         return "a huge number"
 
@@ -237,7 +237,7 @@ def load_member(directory: str) -> Member:
         if not (isinstance(member.uuid, str) and type(member.index) is int and type(member.count) is int and 0 <= member.index < member.count):
             raise ValueError(f"path {member.index!r} of {member.count!r}")
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise StoreError(f"{path} is damaged ({type(e).__name__}: {e})") from None
+        raise StoreError(f"{path} is damaged ({type(e).__name__}: {shown(e)})") from None
     return member
 
 

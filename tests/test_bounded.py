@@ -1,0 +1,62 @@
+"""Bounded: memory stays within the budgets, and nothing grows, however long a run is; memory that others take makes it slower and no more.
+
+The process of the run may not have more address space than it has after its first steps, and a little: see bounded_worker.py. `make bounded` runs
+1,000 steps; ZINF_BOUNDED_STEPS says how many.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STEPS = int(os.environ.get("ZINF_BOUNDED_STEPS", "80"))
+WORKER = Path(__file__).with_name("bounded_worker.py")
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def run(folder: Path, steps: int, *mode: str) -> dict:
+    done = subprocess.run([sys.executable, WORKER, folder, str(steps), *mode], capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return run(tmp_path_factory.mktemp("calm"), STEPS)
+
+
+def check(result: dict) -> None:
+    first, *later = result["seen"]
+    assert len(later) >= 4
+    for now in later:
+        assert now["zinf"] == first["zinf"] == result["planned"] <= sum(result["budgets"].values())
+        assert now["descriptors"] == first["descriptors"] and now["threads"] <= first["threads"], (first, now)
+        assert now["disk"] <= first["disk"] + 64 * KIB  # a manifest counts its steps
+        assert now["rss"] <= first["rss"] + 2 * MIB, [seen["rss"] for seen in result["seen"]]
+        assert now["space"] <= result["limit"]
+    print(json.dumps({key: result[key] for key in ("steps", "seconds", "major_faults", "planned")} | {"first": first, "last": later[-1]}))
+
+
+def test_nothing_grows(calm: dict) -> None:
+    check(calm)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the owner of the files may have their pages taken")
+def test_memory_pressure_slows_and_does_not_kill(calm: dict, tmp_path: Path) -> None:
+    """Nor does it change a bit of a loss."""
+    pressed = run(tmp_path, min(STEPS, 150), "pressure")
+    check(pressed)
+    assert pressed["major_faults"] > 10 * (calm["major_faults"] + 100) and pressed["rounds"] > 10
+    assert pressed["losses"] == calm["losses"][: pressed["steps"]]
+
+
+def test_the_watch_sees_what_grows(tmp_path: Path) -> None:
+    """A run that keeps 64 KiB and a descriptor from each step."""
+    result = run(tmp_path, 80, "leak")
+    with pytest.raises(AssertionError):
+        check(result)
