@@ -2,7 +2,7 @@
 # make demo       then fine-tune a real model from NVMe          (ARGS="steps=20" and the like are passed on)
 # make test       then run the whole test suite                  (ARGS="-k data -x" and the like are passed on)
 # make lint       ruff and mypy
-# make sanitize   the tests of the native code under AddressSanitizer and UBSan
+# make sanitize   the tests of the native code under AddressSanitizer and UBSan, its drivers under ThreadSanitizer too
 # make crash     N=300: a training that is killed so often, at random moments of every phase
 # make soak      MINUTES=30: the tests of exactness on the sim device, with random delays, seed after seed
 # make fuzz      MINUTES=10: damaged and hostile files for each parser

@@ -11,7 +11,7 @@ A step cannot be shorter than the longest of the three where they overlap. On th
 so their sum is a bound too: both ratios are given. Peers: plain PyTorch in memory with a fused AdamW on an fp32 master (bf16
 autocast), with and without recompute; DeepSpeed ZeRO-3 with NVMe if it is installed (in a process of its own).
 
-    python bench/step.py [--size 135m|tiny] [--tokens 256] [--rounds 5] [--nvme PATH] [--deepspeed PYTHON] [--json FILE] [--toy]
+    python bench/step.py [--size 135m|tiny] [--tokens 256] [--rounds 5] [--nvme PATH] [--verify] [--deepspeed PYTHON] [--json FILE] [--toy]
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--nvme", default=".")
+    parser.add_argument("--verify", action="store_true", help="also the same with verify: always, a checksum compared on each fetch")
     parser.add_argument("--deepspeed", default=sys.executable, metavar="PYTHON", help="an interpreter that has DeepSpeed")
     parser.add_argument("--json")
     parser.add_argument("--toy", action="store_true")
@@ -167,7 +168,8 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, ids: torch.Tensor, folder: str) -> dict[str, Any]:
     options = dict(weights="nvme", state="nvme", max_grad_norm=1.0, host_memory=None)
-    engine = Engine(model(args.size, torch.bfloat16), nvme_path=folder, run_name="bench", chunk_size=1 << 14 if args.toy else 1 << 19, **options)
+    where: dict[str, Any] = dict(nvme_path=folder, chunk_size=1 << 14 if args.toy else 1 << 19)
+    engine = Engine(model(args.size, torch.bfloat16), **where, run_name="bench", **options)
     n = engine.layout.numel
     ours = zinf_step(engine, ids)
     for _ in range(2):
@@ -176,12 +178,14 @@ def measure(args: argparse.Namespace, ids: torch.Tensor, folder: str) -> dict[st
     ours()
     after = engine.stats()
     read, written = (int(after[k] - before[k]) for k in ("bytes_read", "bytes_written"))
+    careful = engine if not args.verify else Engine(model(args.size, torch.bfloat16), **where, run_name="verified", verify="always", **options)
     plain = model(args.size, torch.bfloat16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated in transformers 5, where it has another name
         plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     contenders = {
         "zinf, all on NVMe": ours,
+        **({"zinf, verify: always": zinf_step(careful, ids)} if args.verify else {}),
         "compute": forward_backward(plain, ids),
         "I/O": only_io(folder, read, written, 64 * 1024 if args.toy else 4 * MIB),
         "optimizer": only_adam(n),
@@ -198,6 +202,7 @@ def measure(args: argparse.Namespace, ids: torch.Tensor, folder: str) -> dict[st
             times[name].append(timed(call))
     stats = engine.stats()
     engine.close()
+    careful.close()
     medians = {name: statistics.median(t) for name, t in times.items()}
     rounds = args.rounds + 1
     bound = max(medians["compute"], medians["I/O"], medians["optimizer"])
