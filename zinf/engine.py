@@ -225,7 +225,7 @@ class Engine:
                 self.committer.ask(self.global_step, self.progress.snapshot())
             self.committer.make_if_applied()
             self.committer.wait()
-            self.memory.parts.stepper.drain()
+            self.stepper.drain()
 
     def recover(self) -> int:
         """Go on in this process after an error of the disk whose cause is gone: space was freed, the drive is back. See zinf/recovery.py.

@@ -255,7 +255,7 @@ def _parts(
     if plan.weights_slots and arena is not None:
         for pipeline in (fetcher, stepper):
             weights_slots[pipeline] = arena.slots(plan.weights_slots // 2, plan.weights_slot_nbytes, "weights in flight")
-    grads_slots = arena.slots(plan.state_slots, plan.grads_slot_nbytes, "grads in flight") if plan.grads_away and arena is not None else None
+    grads_slots = arena.slots(plan.grads_slots, plan.grads_slot_nbytes, "grads in flight") if plan.grads_slots and arena is not None else None
     return Parts(device, records, slabs, fetcher, stepper, state_slots, grads_slots, weights_slots, pool, trace, owners, config.ema_decay)
 
 

@@ -76,7 +76,8 @@ class Plan:
     host: dict[str, int]
     device: dict[str, int]
     grads_away: bool = False  # grads wait on NVMe, and pass through the shared buffers
-    grads_slot_nbytes: int = 0  # of a chunk of grads on its way to its step
+    grads_slots: int = 0  # chunks of grads on their way from NVMe to their step
+    grads_slot_nbytes: int = 0
     activations: Tier = Tier.DEVICE  # where boundary activations go first
     activations_nbytes: int = 0  # of host memory, where they rest
     activation_slots: int = 0  # of ACTIVATION_PIECE bytes, through which they go to NVMe and back; 0: they never do
@@ -163,6 +164,7 @@ def _plan(model: layout.Model, request: Request, root: int | None, pinned: Seque
         host={k: v for k, v in host.items() if v},
         device={k: v for k, v in device.items() if v},
         grads_away=away,
+        grads_slots=request.state_slots if away else 0,
         grads_slot_nbytes=_grads_slot_nbytes(model, request) if away else 0,
         activations=_activations(request)[0],
         activations_nbytes=host["activations"],

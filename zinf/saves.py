@@ -68,9 +68,9 @@ def load(engine: Engine, folder: str | os.PathLike[str], tag: str | None, weight
     """See Engine.load_checkpoint."""
     engine.health.check_usable(idle=True)
     _check_not_gathered(engine, "load_checkpoint")
+    engine.saver.finish()  # what is looked for may be on its way
     path = tags.find(os.fspath(folder), tag)
     records = engine.memory.parts.records
-    engine.saver.finish()
     engine.zero_grad()
     engine.commit()
     engine.synchronize()

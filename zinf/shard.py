@@ -207,7 +207,8 @@ class Shard:
     def _submit_fetch(self) -> None:
         spec, self.pending = self.pending, None
         self.steps += spec is not None
-        had_weights, self.valid = self.valid, True
+        had_weights = self.valid and (self.job is None or self.job.error is None)  # a prefetch that failed, and that nobody waited for, brought none
+        self.valid = True
         self._uploads = []
         pipeline = self.parts.stepper if spec is not None else self.parts.fetcher
         self.parts.slabs.pin(self)

@@ -224,8 +224,7 @@ class Stepper:
 
     def prepare(self) -> None:
         """Wait for all that `step` needs. Changes nothing that matters: it may be interrupted, and called again."""
-        if self.parts.stepper.error is not None and not isinstance(self.parts.stepper.error, NonFiniteError):
-            raise self.parts.stepper.error
+        self._check_stepped()
         self.check_complete()
         for shard in self.shards:
             for _, spec, p in shard.params:
@@ -278,6 +277,16 @@ class Stepper:
             if shard.pending is not None:
                 self._fetch(shard)
                 shard.wait_fetched()
+
+    def drain(self) -> None:
+        """Wait until all that was stepped is where it belongs; raises what a step raised that nobody has waited for."""
+        self.parts.stepper.drain()
+        self._check_stepped()
+
+    def _check_stepped(self) -> None:
+        error = self.parts.stepper.error
+        if error is not None and not isinstance(error, NonFiniteError):
+            raise error
 
     def zero_grad(self) -> None:
         """Drop the grads summed since the last step, and undo what was stepped with them."""
@@ -339,9 +348,7 @@ class Stepper:
 
     def undo_early(self) -> None:
         """Shards were stepped under a backward whose step will not be: go back to the commit of the step before."""
-        self.parts.stepper.drain()
-        if self.parts.stepper.error is not None and not isinstance(self.parts.stepper.error, NonFiniteError):
-            raise self.parts.stepper.error
+        self.drain()
         store = self.parts.records.store
         if store is None or store.step != self.global_step:
             raise NonFiniteError(
