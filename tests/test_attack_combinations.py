@@ -12,6 +12,7 @@ from test_streaming import NVME, net, square
 
 from zinf.aio.faults import Rule
 from zinf.engine import Engine
+from zinf.errors import EngineError
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", "sim"])
 
@@ -90,3 +91,35 @@ def test_a_prefetch_that_failed_leaves_no_weights_to_step(tmp_path, device, monk
         io.disarm()
         engine.step()
         assert_same(engine_snapshot(engine), oracle.snapshot())
+
+
+class Picky:
+    """An object of a loop, which refuses a state."""
+
+    def __init__(self):
+        self.refuses = False
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        if self.refuses:
+            raise ValueError("not this one")
+
+
+@DEVICES
+def test_an_object_that_refuses_its_state_stops_the_load_it_is_part_of(tmp_path, device):
+    """Nothing is trained from the weights of one step and the learning rates of another; recover() is back before the load."""
+    with begin(tmp_path, device=device) as engine:
+        picky = engine.register("picky", Picky())
+        train(engine, 0)
+        engine.save_checkpoint(tmp_path / "checkpoints")
+        train(engine, 1)
+        want, picky.refuses = engine_snapshot(engine), True
+        with pytest.raises(ValueError, match="not this one"):
+            engine.load_checkpoint(tmp_path / "checkpoints")
+        with pytest.raises(EngineError, match=r"stopped at an error.*recover"):
+            train(engine, 2)
+        picky.refuses = False
+        assert engine.recover() == 2
+        assert_same(engine_snapshot(engine), want)

@@ -85,7 +85,8 @@ def load(engine: Engine, folder: str | os.PathLike[str], tag: str | None, weight
         with _loading(engine), _buffers(engine) as buffers:
             restore(source, records, buffers, moments=not weights_only)
         saved, step = source.extra, source.step
-    _take_over(engine, saved, weights_only, rng)
+    with engine.health.noting(Exception, KeyboardInterrupt):  # of a registered object that refuses its state: the weights are loaded, the rest is not
+        _take_over(engine, saved, weights_only, rng)
     log.info("loaded step %d from %s", step, path)
     engine.commit()
     engine.synchronize()
