@@ -21,7 +21,7 @@ demo: setup
 	@$(BIN)/zinf demo $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -29,10 +29,13 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True, scope="session")
 def _two_threads():
-    """As many threads as a small machine has: bits of matmul may depend on it, so the oracle and the engine share it."""
+    """As many threads as a small machine has: bits of matmul may depend on it, so the oracle and the engine share it.
+
+    With `pytest -n 2` each of the workers has one.
+    """
     import torch
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
 @pytest.fixture(autouse=True)
