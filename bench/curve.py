@@ -55,7 +55,7 @@ class PlainEngine:
         self.weights = [p for p in self.model.parameters() if p.requires_grad]
         self.master = [torch.nn.Parameter(p.detach().float()) for p in self.weights]
         how = {"fused": True} if fused else {"foreach": False}
-        self.optimizer = torch.optim.AdamW(self.master, lr=e.lr, betas=e.betas, eps=e.eps, weight_decay=e.weight_decay, **how)
+        self.optimizer = torch.optim.AdamW(self.master, **e.optimizer_options(), **how)
         self.max_grad_norm = e.max_grad_norm if e.max_grad_norm is not None else float("inf")
         self.global_step, self.extra = 0, {}  # type: ignore[var-annotated]
 

@@ -63,6 +63,11 @@ def look(folder: Path) -> dict[str, int]:
     }
 
 
+def page_faults() -> int:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt + usage.ru_majflt
+
+
 class Pressure(threading.Thread):
     """See the module. Counts the pages that had to be read again."""
 
@@ -105,7 +110,7 @@ class Watch:
         gc.collect()
         self.limit = status("VmSize") + MARGIN
         resource.setrlimit(resource.RLIMIT_AS, (self.limit, self.limit))
-        self.faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        self.faults = page_faults()
         if self.mode == "pressure":
             self.pressure.start()
 
@@ -118,12 +123,12 @@ class Watch:
             self.seen.append(look(self.folder))
 
     def end(self) -> dict:
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - self.faults
+        faults = page_faults() - self.faults
         if self.mode == "pressure":
             self.pressure.stop()
         self.seen.append(look(self.folder))
         seconds = statistics.median(self.times[WARM:])
-        return dict(seen=self.seen, losses=self.losses, limit=self.limit, seconds=seconds, major_faults=faults, rounds=self.pressure.rounds)
+        return dict(seen=self.seen, losses=self.losses, limit=self.limit, seconds=seconds, faults=faults, rounds=self.pressure.rounds)
 
 
 def main(folder: Path, steps: int, mode: str = "") -> dict:

@@ -448,14 +448,14 @@ def test_a_step_that_was_interrupted_is_made_by_the_resumed_engine(tmp_path, cal
             step(engine, oracle)
         engine.synchronize()
         engine.backward(square(engine, 2))
-        real, left = engine.optimizer.hyper, iter(range(calls))
+        real, left = engine.optimizer.algorithm, iter(range(calls))
 
-        def hyper(p):
+        def algorithm(p):
             if next(left, None) is None:
                 raise KeyboardInterrupt
             return real(p)
 
-        monkeypatch.setattr(engine.optimizer, "hyper", hyper)
+        monkeypatch.setattr(engine.optimizer, "algorithm", algorithm)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
         with pytest.raises(EngineError, match="stopped at an error"):
