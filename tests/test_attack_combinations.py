@@ -12,7 +12,7 @@ from test_streaming import NVME, net, square
 
 from zinf.aio.faults import Rule
 from zinf.engine import Engine
-from zinf.errors import EngineError
+from zinf.errors import EngineError, StoreError
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", "sim"])
 
@@ -123,3 +123,10 @@ def test_an_object_that_refuses_its_state_stops_the_load_it_is_part_of(tmp_path,
         picky.refuses = False
         assert engine.recover() == 2
         assert_same(engine_snapshot(engine), want)
+
+
+def test_a_store_of_the_same_parameters_in_other_shards_says_so(tmp_path):
+    with begin(tmp_path):
+        pass
+    with pytest.raises(StoreError, match=r"the parameters are the same, but .* other shards: use trainable, blocks"):
+        begin(tmp_path, resume=True, blocks=("Linear",))

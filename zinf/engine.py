@@ -341,7 +341,8 @@ class Engine:
         Args:
             write: take what the block makes of the values, in place, as the new weights once it ends; moments and step counts stay.
                 An element that the block leaves as it is keeps all digits of its fp32 master; one that it changes gets exactly
-                the new value. An exception in the block undoes it all. Blocks within one another end with the outermost.
+                the new value. An exception in the block undoes it all. Blocks within one another end with the outermost. What it wrote is safe
+                once a commit has it, the next step's or `commit`: until then resume=True, and a recover() that goes back, are before it.
 
         Raises:
             EngineError: between a backward that has stepped some shards and its step; values changed without `write`; frozen

@@ -185,6 +185,10 @@ def users(moments: tuple[str, ...]) -> str:
 _USERS = {("m", "v"): "adamw or adam", ("m",): "lion or sgd with momentum", ("s",): "adagrad", (): "sgd without momentum"}
 
 
+def _parameters(model: layout.Model) -> set[tuple[str, tuple[int, ...], str]]:
+    return {(p.name, tuple(p.shape), run.dtype) for shard in model.shards for run in shard.runs for p in run.params}
+
+
 def check_expected(path: str, committed: Manifest, expect: layout.Model | None) -> None:
     if expect is None:
         return
@@ -195,9 +199,12 @@ def check_expected(path: str, committed: Manifest, expect: layout.Model | None) 
         )
     found, wanted = committed.model.fingerprint(), expect.fingerprint()
     if found != wanted:
+        hint = ""
+        if _parameters(committed.model) == _parameters(expect):
+            hint = "the parameters are the same, but others are trained, or they are cut into other shards: use trainable, blocks and leaf_bytes as then, or "
         raise StoreError(
             f"the store at {path} is of another model (fingerprint {found}, this model has {wanted}): "
-            f"choose another run_name, or import this model with overwrite=True"
+            f"{hint}choose another run_name, or import this model with overwrite=True"
         )
     if committed.model.chunk != expect.chunk:
         raise StoreError(
