@@ -44,6 +44,8 @@ def _sim(request, monkeypatch):
     seed = request.config.getoption("--sim")
     if seed is None:
         return
+    if getattr(request.node, "callspec", None) is not None and request.node.callspec.params.get("device") == "cpu":
+        pytest.skip("has a twin on sim")
     from zinf import memory
     from zinf.aio.faults import FaultyEngine, Rule
     from zinf.tiers.device import SimDevice

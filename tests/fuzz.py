@@ -228,8 +228,8 @@ def _too_long(*_: object) -> None:
     raise AssertionError(f"no answer after {SECONDS} s")
 
 
-def fuzz(name: str, minutes: float, seed: int) -> Counter[str]:
-    """Runs for so long; what happened, by kind. Raises what the target should not have raised, after writing the input to a file."""
+def fuzz(name: str, minutes: float, seed: int, most: int | None = None) -> Counter[str]:
+    """Runs for so long, or for `most` inputs; what happened, by kind. Raises what the target should not have raised, after writing the input to a file."""
     target, draw, counts = TARGETS[name], random.Random(seed), Counter[str]()
     inputs = target.inputs()
     signal.signal(signal.SIGALRM, _too_long)
@@ -243,17 +243,17 @@ def fuzz(name: str, minutes: float, seed: int) -> Counter[str]:
         resource.setrlimit(resource.RLIMIT_AS, (space + MEMORY, before[1]))
         try:
             end = time.monotonic() + 60 * minutes
-            while time.monotonic() < end:
+            while time.monotonic() < end and (most is None or sum(counts.values()) < most):
                 data = draw.choice(inputs)
                 if draw.random() < 0.7:
                     data = target.with_json(data, dump(mutate_json(target.json_of(data), draw)))
                 if draw.random() < 0.4:
                     data = mutate_bytes(data, draw)
                 counts[_once(target, data, path)] += 1
-        except BaseException as e:
+        except BaseException:
             kept = Path(tempfile.gettempdir()) / f"fuzz-{name}-{os.getpid()}"
             kept.write_bytes(data)
-            e.add_note(f"fuzz {name}, seed {seed}, input {sum(counts.values())}: kept as {kept}")
+            print(f"fuzz {name}, seed {seed}, input {sum(counts.values())}: kept as {kept}", file=sys.stderr)
             raise
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
@@ -279,9 +279,10 @@ def main() -> int:
     parser.add_argument("target", choices=[*TARGETS, "all"])
     parser.add_argument("minutes", type=float)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--inputs", type=int, help="stop after so many")
     args = parser.parse_args()
     for name in TARGETS if args.target == "all" else [args.target]:
-        counts = fuzz(name, args.minutes, args.seed)
+        counts = fuzz(name, args.minutes, args.seed, args.inputs)
         print(f"fuzz: {name}, {args.minutes:g} minutes, seed {args.seed}: {sum(counts.values())} inputs, {dict(counts)}", flush=True)
     return 0
 

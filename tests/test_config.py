@@ -147,3 +147,10 @@ def test_paths(monkeypatch) -> None:
     assert expand_path("$ZINF_CACHE/m") == "/z/m"
     with pytest.raises(ConfigError, match="the variable NOT_SET is not set"):
         expand_path("$NOT_SET/x")
+
+
+def test_a_message_shows_the_beginning_of_what_is_long() -> None:
+    for values in ({"weights": "x" * 100_000}, {"x" * 100_000: 1}, {"lr": ["x" * 100_000]}):
+        with pytest.raises(ConfigError) as e:
+            Config.from_dict(values)
+        assert len(str(e.value)) < 3000 and "xxx" in str(e.value)

@@ -238,7 +238,13 @@ def convert_fields(instance: Any) -> None:
 def require(ok: bool, key: str, value: Any, expected: str) -> None:
     """Raise ConfigError unless `ok`."""
     if not ok:
-        raise ConfigError(f"{key} is {value!r}, expected {expected}")
+        raise ConfigError(f"{key} is {shown(value)}, expected {expected}")
+
+
+def shown(value: Any, limit: int = 200) -> str:
+    """repr(value) for a message of one line: what is longer is cut."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 def check_keys(cls: type, values: Mapping[str, Any], source: str) -> None:
@@ -248,7 +254,7 @@ def check_keys(cls: type, values: Mapping[str, Any], source: str) -> None:
     known = [f.name for f in dataclasses.fields(cls)]
     for key in values:
         if key not in known:
-            raise ConfigError(f"{source}: unknown key {key!r}; {nearest(str(key), known)}")
+            raise ConfigError(f"{source}: unknown key {shown(key)}; {nearest(str(key)[:100], known)}")
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
@@ -270,7 +276,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         return _convert_union(value, args, key)
     if origin is Literal:
         value = "off" if value is False and "off" in args else value  # YAML 1.1 reads off as false
-        require(value in args, key, value, f"one of {', '.join(map(str, args))}; {nearest(str(value), map(str, args))}")
+        require(value in args, key, value, f"one of {', '.join(map(str, args))}; {nearest(str(value)[:100], map(str, args))}")
         return value
     if origin is tuple:
         items = (value,) if isinstance(value, (str, os.PathLike)) else value
