@@ -71,6 +71,7 @@ SIDEWAYS = {
     "integrations": {"hf"},
     "loader": {"data"},
     "train": {"data", "hf"},
+    "planner": {"hf"},
     "cli": {"train", "data", "hf", "planner", "integrations"},
     "__main__": {"cli"},
 }
