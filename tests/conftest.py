@@ -1,6 +1,6 @@
 """Where tests keep stores: `tmp_path` on the disk of the checkout, since /tmp may be memory, where there is no O_DIRECT.
 
-pytest --sim SEED    every engine that would compute on the CPU gets the sim device, with copies and I/O delayed at random, and
+pytest --sim SEED    every engine whose device the test leaves open gets the sim device, with copies and I/O delayed at random, and
                      debug mode: poisoned buffers, owners checked. tests/soak.py runs the parity tests so, seed after seed.
 """
 
@@ -48,11 +48,13 @@ def _sim(request, monkeypatch):
         pytest.skip("has a twin on sim")
     from zinf import memory
     from zinf.aio.faults import FaultyEngine, Rule
-    from zinf.tiers.device import SimDevice
+    from zinf.tiers.device import CpuDevice, SimDevice
 
     draw = random.Random(f"{seed} {request.node.nodeid}")
 
     def open_device(name, io=None, **_):
+        if name == "cpu":  # the test asks for it by name
+            return CpuDevice(io)
         return SimDevice(draw.randrange(1 << 30), delay=draw.choice([0, 1e-4, 1e-3, 5e-3]))
 
     open_engine = memory.open_engine
