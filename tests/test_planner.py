@@ -7,10 +7,13 @@ import itertools
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from models import HYPER, LEAF_BYTES, llama, train
 
-from zinf import cli, layout, placement
+from zinf import cli, layout, memory, placement
+from zinf.engine import Engine
 from zinf.errors import BudgetError, ConfigError
 from zinf.placement import Tier
 from zinf.planner import cost, machine
@@ -129,6 +132,33 @@ def test_experts_count_by_how_many_are_chosen() -> None:
     model = layout.Model((shard,), 2048)
     assert active_parameters(model, {"num_local_experts": 8, "num_experts_per_tok": 2}) == 3000
     assert active_parameters(model, {}) == 9000
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "nvme", "state": "nvme", "max_grad_norm": 1.0},
+        {"weights": "nvme", "state": "nvme"},  # steps under backward
+        {"weights": "host", "state": 0.5, "commit_every": 2},
+        {"weights": "nvme", "state": "nvme", "max_grad_norm": 1.0, "grads": "nvme"},
+    ],
+)
+def test_an_engine_moves_the_bytes_that_are_forecast(tmp_path: Path, options: dict[str, Any]) -> None:
+    tiny = llama(tied=False, num_hidden_layers=8)
+    with Engine(tiny, nvme_path=str(tmp_path), leaf_bytes=LEAF_BYTES, chunk_size=16384, device="sim", **HYPER, **options) as engine:
+        moved = []
+        for first in (0, 2, 4):
+            train(engine, first + 2, first=first)
+            engine.memory.parts.fetcher.drain()
+            engine.memory.parts.stepper.drain()
+            moved.append(engine.stats())
+        root = next((i for i, s in enumerate(engine.shards) if s is engine.memory.root), None)
+        there = Facts("tiny", engine.layout, root, (), 8, 1, engine.layout.numel)
+        asked, plan = memory.request(engine.config, True, False, engine.step_mode), engine.memory.plan
+        forward, backward = cost.phases(there, plan, Workload(batch=4, seq=24), engine.step_mode == "deferred", asked.grads_wide, asked.pass_wide)
+        said = forward + backward + cost.commit(there, plan, engine._commit_every)
+    for key, bytes_ in (("bytes_read", said.nvme_read), ("bytes_written", said.nvme_write)):
+        assert (moved[2][key] - moved[1][key]) / 2 == pytest.approx(bytes_, rel=0.01)  # grads of the root never leave; it is small
 
 
 # ------------------------------------------------------------------------------------------------------------ seconds

@@ -199,10 +199,12 @@ def phases(facts: Facts, plan: Plan, workload: Workload, deferred: bool, grads_w
     forward = Traffic(flops=2.0 * facts.active * workload.tokens)
     backward = Traffic(flops=6.0 * facts.active * workload.tokens)
     again = _uploaded_again(plan)
+    # Stepped under backward, the last of it get their new weights into the slabs where they are, from the step's own read.
+    there = set() if deferred else {i for c in plan.slabs for i in c.members[: c.count]}
     steps = Traffic()
     for i, shard in enumerate(shards):
         use = _use(shard.weights_nbytes, plan.weights[i])
-        forward += use
+        forward += _use(shard.weights_nbytes, Tier.HOST) if i in there else use
         backward += use if i in again else Traffic()
         if shard.trainable:
             arriving, waiting = shard.grads_nbytes(pass_wide), shard.grads_nbytes(grads_wide)
