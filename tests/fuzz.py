@@ -148,6 +148,19 @@ def _read_config(data: bytes, path: str) -> None:
     Config.load(path + ".json", env={})
 
 
+def _deepspeed_configs() -> list[bytes]:
+    return [file.read_bytes() for file in sorted((Path(__file__).parent / "ds_configs").glob("*.json"))]
+
+
+def _read_deepspeed_config(data: bytes, path: str) -> None:
+    from zinf.integrations.deepspeed.config import translate
+    from zinf.integrations.deepspeed.reading import read
+
+    Path(path).write_bytes(data)
+    for line in translate(read(path), auto={"max_grad_norm": 0.5, "hidden_size": 64}).report:
+        str(line).encode()
+
+
 def _same(data: bytes, text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
@@ -158,6 +171,7 @@ TARGETS = {
         _safetensors, lambda d: json.loads(d[8 : 8 + int.from_bytes(d[:8], "little")]), _with_header, _read_safetensors, (CheckpointError, OSError)
     ),
     "config": Target(_configs, json.loads, _same, _read_config, (ConfigError,)),
+    "ds-config": Target(_deepspeed_configs, json.loads, _same, _read_deepspeed_config, (ConfigError,)),
 }
 
 
