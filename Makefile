@@ -6,6 +6,7 @@
 # make crash     N=300: a training that is killed so often, at random moments of every phase
 # make soak      MINUTES=30: the tests of exactness on the sim device, with random delays, seed after seed
 # make fuzz      MINUTES=10: damaged and hostile files for each parser
+# make combine   MINUTES=10: random options and actions together, with crashes and I/O errors, compared with the oracle
 # make bounded   STEPS=1000: nothing grows in a long run
 # make clean      remove what was built; make distclean: .venv and ./work too
 
@@ -13,7 +14,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: setup demo test lint sanitize soak crash clean distclean
+.PHONY: setup demo test lint sanitize soak crash fuzz combine bounded clean distclean
 setup:
 	@tools/setup
 
@@ -38,6 +39,9 @@ soak: setup
 
 fuzz: setup
 	@$(BIN)/python tests/fuzz.py $(or $(TARGET),all) $(or $(MINUTES),10) $(ARGS)
+
+combine: setup
+	@$(BIN)/python tests/training_machine.py $(or $(MINUTES),10) $(ARGS)
 
 bounded: setup
 	ZINF_BOUNDED_STEPS=$(or $(STEPS),1000) $(BIN)/python -m pytest -s tests/test_bounded.py $(ARGS)
