@@ -392,7 +392,7 @@ def test_off_in_a_file(tmp_path):
 
 def test_liger_is_refused_where_it_cannot_run():
     with pytest.raises(ConfigError, match="its kernels run on cuda, and the device is cpu"):
-        Engine(llama(), fused_head="liger")
+        Engine(llama(), device="cpu", fused_head="liger")
 
 
 def test_liger_is_called_where_it_can(monkeypatch):

@@ -289,16 +289,16 @@ def _change(weight: torch.Tensor, count: int) -> None:
 
 
 def run_seed(seed: int, folder: Path, device: str | None = None) -> None:
-    """Raises what went wrong, with the recipe and the actions as notes; ConfigError without them if the engine refuses the combination."""
+    """Raises what went wrong, after printing the recipe and the actions; ConfigError if the engine refuses the combination."""
     machine = Machine(seed, folder, device or ("sim" if seed % 2 else "cpu"))
     try:
         machine.run()
     except BaseException as e:
-        e.add_note(f"seed {seed}: {machine.recipe}\n" + "\n".join(f"  {action}" for action in machine.log))
+        print(f"seed {seed}: {machine.recipe}", *(f"  {action}" for action in machine.log), sep="\n", file=sys.stderr)
         try:
             machine.engine.__exit__(type(e), e, None)  # ends its threads
         except Exception as other:
-            e.add_note(f"closing: {other}")
+            print(f"closing: {other}", file=sys.stderr)
         raise
 
 
