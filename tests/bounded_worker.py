@@ -74,21 +74,26 @@ class Pressure(threading.Thread):
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
         self._folder, self._over, self.rounds = folder, threading.Event(), 0
+        self.descriptors = threading.Lock()  # held while this thread has files open, which are not the run's
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def run(self) -> None:
         while not self._over.wait(0.02):
-            for line in Path("/proc/self/maps").read_text().splitlines():
-                span, mode, _, _, inode, *_ = line.split()
-                if inode != "0" and "w" not in mode:
-                    start, end = (int(x, 16) for x in span.split("-"))
-                    self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_PAGEOUT)
-            for p in self._folder.rglob("*"):
-                if p.is_file():
-                    fd = os.open(p, os.O_RDONLY)
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                    os.close(fd)
-            self.rounds += 1
+            with self.descriptors:
+                self._take_pages()
+
+    def _take_pages(self) -> None:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, mode, _, _, inode, *_ = line.split()
+            if inode != "0" and "w" not in mode:
+                start, end = (int(x, 16) for x in span.split("-"))
+                self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_PAGEOUT)
+        for p in self._folder.rglob("*"):
+            if p.is_file():
+                fd = os.open(p, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+        self.rounds += 1
 
     def stop(self) -> None:
         self._over.set()
@@ -106,6 +111,10 @@ class Watch:
         self.seen: list[dict[str, int]] = []
         self.kept: list[tuple[bytes, int]] = []
 
+    def _look(self) -> None:
+        with self.pressure.descriptors:
+            self.seen.append(look(self.folder))
+
     def begin(self) -> None:
         gc.collect()
         self.limit = status("VmSize") + MARGIN
@@ -120,13 +129,13 @@ class Watch:
         if self.mode == "leak":
             self.kept.append((b"x" * (64 << 10) + bytes(1), os.dup(0)))
         if step >= WARM and (step - WARM) % 10 == 0:
-            self.seen.append(look(self.folder))
+            self._look()
 
     def end(self) -> dict:
         faults = page_faults() - self.faults
         if self.mode == "pressure":
             self.pressure.stop()
-        self.seen.append(look(self.folder))
+        self._look()
         seconds = statistics.median(self.times[WARM:])
         return dict(seen=self.seen, losses=self.losses, limit=self.limit, seconds=seconds, faults=faults, rounds=self.pressure.rounds)
 
