@@ -68,6 +68,7 @@ SIDEWAYS = {
     "scaling": {"errors"},
     "fused": {"errors", "heads"},
     "memory": {"stored"},
+    "merging": {"reading"},
     "integrations": {"hf"},
     "loader": {"data"},
     "train": {"data", "hf"},

@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zinf.errors import EngineError
 from zinf.layout import PAGE, round_up
-from zinf.pipeline import Item, Job, Pipeline
+from zinf.pipeline import Item, Job, Pipeline, happened, landed, settle
 from zinf.tiers.device import DONE, Device, Event
 from zinf.tiers.host import Slot, Slots
 from zinf.tiers.scratch import Scratch, Space
@@ -332,14 +332,13 @@ class _HostCopy:
         self._event = device.offload(self._tensor, self._host) if self._out else device.upload(self._host, self._tensor)
 
     def finish(self, timeout: float | None) -> bool:
-        if timeout == 0 and not self._event.done():
+        if not happened([self._event], timeout):
             return False
-        self._event.wait()
         self._event = DONE
         return True
 
     def abandon(self) -> None:
-        _wait_over(self._event)
+        settle([self._event])
 
 
 class _Piece:
@@ -348,7 +347,7 @@ class _Piece:
     def __init__(self, owner: Activations, start: int, tensor: torch.Tensor, out: bool):
         self._owner, self._start, self._tensor, self._out = owner, start, tensor, out
         self._slot: Slot | None = None
-        self._moving: list = []  # tickets and events
+        self._moving: list = []  # tickets; on the way back, once they have landed, the event of the upload
 
     def start(self) -> bool:
         assert self._owner.slots is not None and self._owner.scratch is not None
@@ -378,24 +377,13 @@ class _Piece:
         self._moving = [device.upload(host, self._tensor)]
 
     def finish(self, timeout: float | None) -> bool:
-        for moving in self._moving:
-            if timeout == 0 and not moving.done():
-                return False
-            if timeout is None or not self._out:
-                moving.wait()
-                continue
-            try:
-                moving.wait(timeout)
-            except TimeoutError as e:
-                if e.errno is not None:
-                    raise
-                return False
+        if not (landed if self._out else happened)(self._moving, timeout):
+            return False
         self._release()
         return True
 
     def abandon(self) -> None:
-        for moving in self._moving:
-            _wait_over(moving)
+        settle(self._moving)
         self._release()
 
     def _release(self) -> None:
@@ -403,13 +391,6 @@ class _Piece:
         self._moving = []
         if slot is not None:
             slot.release()
-
-
-def _wait_over(moving: Event) -> None:
-    try:
-        moving.wait()
-    except Exception:  # the job already carries its first error
-        pass
 
 
 def _extent(t: torch.Tensor) -> int:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zinf import ops
 from zinf.checkpoint.staging import pages, segments
-from zinf.chunks import DTYPES, plane_views
+from zinf.chunks import DTYPES, master_of, plane_views
 from zinf.errors import ConfigError
 from zinf.layout import STATE, WEIGHTS
 from zinf.shard import Shard
@@ -59,10 +58,7 @@ def _parts(shard: Shard, r: int, own: frozenset[str]) -> Iterator[tuple[str, int
         for ticket in records.read([((WEIGHTS, shard.index, r, chunk.index), weights), ((STATE, shard.index, r, chunk.index), state)]):
             ticket.wait()
         planes = plane_views(run, chunk.length, state)
-        master = planes.get("master", weights.view(DTYPES[run.dtype]))
-        if run.dtype == "bf16":
-            master = torch.empty(chunk.length)
-            ops.join(weights.view(torch.bfloat16), planes["lo"], master, pool=shard.parts.pool)
+        master = master_of(weights.view(DTYPES[run.dtype]), planes, shard.parts.pool)
         for s in segments(run, chunk):
             source = planes["ema"] if s.param.name in own else master
             yield s.param.name, s.start, source[s.at : s.at + s.count]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from zinf import layout, ops
 from zinf.algorithms import Algorithm
 from zinf.layout import STATE, WEIGHTS, Chunk, Key
-from zinf.pipeline import Pipeline
+from zinf.pipeline import Immediate, Pipeline, happened, landed, settle
 from zinf.tiers.device import Event
 from zinf.tiers.host import Slot, Slots
 from zinf.trace import Verb
@@ -62,6 +62,15 @@ def plane_views(run: layout.Run, length: int, state: torch.Tensor) -> dict[str, 
         planes[name] = state[at : at + nbytes].view(DTYPES[dtype])
         at += nbytes
     return planes
+
+
+def master_of(weights: torch.Tensor, planes: Mapping[str, torch.Tensor], pool: ops.Pool | None = None) -> torch.Tensor:
+    """The fp32 master of a chunk: of its weights (in their dtype) and what `planes` have beyond them."""
+    if "lo" in planes:
+        out = torch.empty(weights.numel())
+        ops.join(weights, planes["lo"], out, pool=pool)
+        return out
+    return planes.get("master", weights)
 
 
 class ChunkItem:
@@ -214,23 +223,11 @@ class ChunkItem:
                 raise
 
     def finish(self, timeout: float | None) -> bool:
-        for ticket in self._writes:
-            if timeout is None:
-                ticket.wait()
-            elif not ticket.done():
-                if timeout == 0:
-                    return False
-                try:
-                    ticket.wait(timeout)
-                except TimeoutError:
-                    return False
-            else:
-                ticket.wait()
+        if not landed(self._writes, timeout):
+            return False
         self._written()
-        for event in self._events:
-            if timeout == 0 and not event.done():
-                return False
-            event.wait()
+        if not happened(self._events, timeout):
+            return False
         self._check_owner("flush")
         self._release()
         return True
@@ -241,11 +238,7 @@ class ChunkItem:
             self.shard.parts.trace.end(Verb.FLUSH, self.shard.index)
 
     def abandon(self) -> None:
-        for waitable in (*self._reads, *self._writes, *self._events):
-            try:
-                waitable.wait()
-            except Exception:  # the job already carries its first error
-                pass
+        settle((*self._reads, *self._writes, *self._events))
         if self._reads:
             self._reads = []
             self.shard.parts.trace.end(Verb.FETCH, self.shard.index)
@@ -255,8 +248,10 @@ class ChunkItem:
     def _check_owner(self, use: str) -> None:
         """In debug mode: are the bytes of this chunk still this item's, and is the slab still the shard's?"""
         owners, shard = self.shard.parts.owners, self.shard
+        if not owners.watching:
+            return
         for slot in self._slots:
-            owners.check(slot.buffer, str(self.keys), use)
+            owners.check(slot.buffer, self.keys, use)
         if shard.slab is not None:
             owners.check(self.shard.chunk_view(self.run, self.chunk), shard.name, use)
         if self.segments and use == "step":
@@ -266,26 +261,23 @@ class ChunkItem:
         slot = slots.try_acquire()
         if slot is None:
             return None
-        self.shard.parts.owners.lend(slot.buffer, str(self.keys))
+        self.shard.parts.owners.lend(slot.buffer, self.keys)
         self._slots.append(slot)
         return slot.buffer[:nbytes]
 
     def _release(self) -> None:
         for slot in self._slots:
-            self.shard.parts.owners.give_back(slot.buffer, str(self.keys))
+            self.shard.parts.owners.give_back(slot.buffer, self.keys)
             slot.release()
         self._slots = []
 
 
-class NormItem:
+class NormItem(Immediate):
     """The sum of squares of a shard's grads, once they are in host memory."""
 
     def __init__(self, shard: Shard, arrived: Event, found: Callable[[float], None]):
         self._shard, self._arrived, self._found = shard, arrived, found
         self._grads = list(shard.grads)  # they may leave for NVMe right behind this
-
-    def start(self) -> bool:
-        return True
 
     def work(self) -> None:
         self._arrived.wait()
@@ -296,27 +288,12 @@ class NormItem:
                 total = ops.sum_squares(grads[: run.numel], total, pool=self._shard.parts.pool)
         self._found(total)
 
-    def finish(self, timeout: float | None) -> bool:
-        return True
 
-    def abandon(self) -> None:
-        pass
-
-
-class CallItem:
+class CallItem(Immediate):
     """Anything else that must happen in order with the moves, as one item."""
 
     def __init__(self, call: Callable[[], None]):
         self._call = call
 
-    def start(self) -> bool:
-        return True
-
     def work(self) -> None:
         self._call()
-
-    def finish(self, timeout: float | None) -> bool:
-        return True
-
-    def abandon(self) -> None:
-        pass

@@ -14,6 +14,7 @@ from torch import nn
 
 from zinf.config import nearest
 from zinf.errors import ConfigError
+from zinf.guards import set_on
 
 
 def check_backend(backend: str | None) -> None:
@@ -26,19 +27,10 @@ def check_backend(backend: str | None) -> None:
 
 def compile_forward(module: nn.Module, backend: str) -> Callable[[], None]:
     """Let calls of `module` that make a graph run compiled; returns what undoes it. Compilation happens in the first one."""
-    own_forward = module.__dict__.get("forward")  # set on the instance by someone before us
     plain = module.forward
     fast = torch.compile(plain, backend=backend)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return fast(*args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
-
-    def undo() -> None:
-        if module.__dict__.get("forward") is forward:
-            del module.__dict__["forward"]
-            if own_forward is not None:
-                module.forward = own_forward  # type: ignore[method-assign]
-
-    return undo
+    return set_on(module, "forward", forward)

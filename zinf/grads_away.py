@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from zinf.layout import ITEMSIZE, Run
-from zinf.pipeline import Job
+from zinf.pipeline import Job, landed, settle
 from zinf.shard import Shard
 from zinf.tiers.device import Event
 from zinf.tiers.scratch import Scratch
@@ -93,22 +93,13 @@ class _Move:
         self._begin()
 
     def finish(self, timeout: float | None) -> bool:
-        for ticket in self._tickets:
-            if timeout == 0 and not ticket.done():
-                return False
-            try:
-                ticket.wait(timeout or None)
-            except TimeoutError as e:
-                if e.errno is not None:  # of a network drive
-                    raise
-                return False
+        if not landed(self._tickets, timeout):
+            return False
         self._over()
         return True
 
     def abandon(self) -> None:
-        for ticket in self._tickets:
-            with contextlib.suppress(Exception):  # the job already carries its first error
-                ticket.wait()
+        settle(self._tickets)
         self._over()
 
     def _begin(self) -> None:

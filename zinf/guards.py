@@ -25,11 +25,11 @@ def install(module: nn.Module, load_state_dict: Callable[..., Any]) -> list[Call
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         return _apply(module, fn)
 
-    return [_set(module, "load_state_dict", load), _set(module, "_apply", apply)]
+    return [set_on(module, "load_state_dict", load), set_on(module, "_apply", apply)]
 
 
-def _set(module: nn.Module, name: str, value: Callable[..., Any]) -> Callable[[], None]:
-    """Set an attribute of the instance; returns what undoes it."""
+def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Callable[[], None]:
+    """Set an attribute of the instance; returns what undoes it, unless someone has set it again since."""
     before = module.__dict__.get(name)
     module.__dict__[name] = value
 

@@ -73,16 +73,20 @@ class Memory:
         parts = self.parts
         parts.fetcher.drain()
         parts.stepper.drain()
-        parts.slabs.evict_all()
-        for shard in self.shards:
-            shard.job = shard.pending = None
-            shard.edited = False
-            shard.steps += 1  # graphs from before belong to other weights
-            shard.valid = shard.slab is not None and parts.device.direct  # a slab that is the home itself is filled below
+        self.forget_values()
         assert parts.records.store is not None
         parts.records.store.rollback()
         parts.records.load_homes()
         parts.stepper.error = None
+
+    def forget_values(self) -> None:
+        """The records are about to get other values: nothing may keep those of now, nor step them. No one may be computing."""
+        self.parts.slabs.evict_all()
+        for shard in self.shards:
+            shard.job = shard.pending = None
+            shard.edited = False
+            shard.steps += 1  # graphs from before belong to other weights
+            shard.valid = shard.slab is not None and self.parts.device.direct  # such a slab is the record's home; any other is filled again
 
 
 def guess_order(module: nn.Module, units: Sequence[Unit]) -> list[int]:

@@ -23,6 +23,7 @@ from zinf.checkpoint.staging import Item, segments
 from zinf.chunks import DTYPES
 from zinf.discover import base_of, dtype_name
 from zinf.errors import EngineError
+from zinf.reading import save_extras
 from zinf.tiers.device import DONE
 
 if TYPE_CHECKING:
@@ -51,12 +52,7 @@ def merge_and_save(engine: Engine, folder: str | os.PathLike[str], max_shard_siz
     names = origin.names if origin is not None else {n: n for n in base.state_dict()}
     reader = _Reader(engine, model, parts)
     export_safetensors(folder, model, reader.read, names=names, buffers=buffers, max_shard_size=max_shard_size)
-    if origin is not None:
-        origin.save_extras(base, folder)
-        return
-    save_config: Any = getattr(getattr(base, "config", None), "save_pretrained", None)
-    if save_config is not None:
-        save_config(folder)
+    save_extras(engine, base, folder)
 
 
 def _parts_of(base: nn.Module) -> list[Part]:

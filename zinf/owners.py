@@ -16,28 +16,32 @@ from zinf.errors import EngineError
 
 
 class Unwatched:
-    """Outside debug mode nothing is written down."""
+    """Outside debug mode nothing is written down. An owner is whatever names it: compared, and shown in the error."""
 
-    def lend(self, buffer: torch.Tensor, owner: str) -> None:
+    watching = False
+
+    def lend(self, buffer: torch.Tensor, owner: object) -> None:
         """`buffer` is `owner`'s from now on. Raises EngineError if somebody has it."""
 
-    def give_back(self, buffer: torch.Tensor, owner: str) -> None:
+    def give_back(self, buffer: torch.Tensor, owner: object) -> None:
         """`owner` is through with `buffer`. Raises EngineError if it was not its own."""
 
-    def check(self, view: torch.Tensor | None, owner: str, use: str) -> None:
+    def check(self, view: torch.Tensor | None, owner: object, use: str) -> None:
         """`owner` is about to `use` the bytes of `view`, a part of a buffer. Raises EngineError if they are not its own."""
 
 
 class Owners(Unwatched):
     """The book of who has what. Thread safe."""
 
+    watching = True
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._starts: list[int] = []  # addresses of all buffers ever lent, in order; they never move
         self._ends: dict[int, int] = {}
-        self._owner: dict[int, str | None] = {}
+        self._owner: dict[int, object] = {}
 
-    def lend(self, buffer: torch.Tensor, owner: str) -> None:
+    def lend(self, buffer: torch.Tensor, owner: object) -> None:
         start = buffer.data_ptr()
         with self._lock:
             if self._owner.get(start) is not None:
@@ -47,12 +51,12 @@ class Owners(Unwatched):
             self._ends[start] = start + buffer.nbytes
             self._owner[start] = owner
 
-    def give_back(self, buffer: torch.Tensor, owner: str) -> None:
+    def give_back(self, buffer: torch.Tensor, owner: object) -> None:
         self.check(buffer, owner, "give back")
         with self._lock:
             self._owner[buffer.data_ptr()] = None
 
-    def check(self, view: torch.Tensor | None, owner: str, use: str) -> None:
+    def check(self, view: torch.Tensor | None, owner: object, use: str) -> None:
         if view is None:
             return
         at = view.data_ptr()

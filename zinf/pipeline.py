@@ -17,6 +17,7 @@ submits the job: so a job that was submitted can always run to its end, and wait
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,15 @@ from typing import Protocol
 IDLE_SLICE = 1e-3  # seconds the thread waits for a write before it looks for new jobs again
 
 LOST_WAKEUP = 1.0  # seconds after which an idle thread looks by itself: Ctrl-C in another thread's notify may have eaten it
+
+
+class Moving(Protocol):
+    """The end of one move: an event (tiers.device) of a copy, or a ticket (aio) of a read or write, whose wait takes a timeout."""
+
+    @property
+    def wait(self) -> Callable[..., None]: ...
+
+    def done(self) -> bool: ...
 
 
 class Item(Protocol):
@@ -39,6 +49,52 @@ class Item(Protocol):
 
     def abandon(self) -> None:
         """The job failed: wait for what is in flight and release it. Never raises."""
+
+
+class Immediate:
+    """An item that only works: there is nothing to wait for before, nor after. Alone it is a marker behind all that was submitted before."""
+
+    def start(self) -> bool:
+        return True
+
+    def work(self) -> None:
+        pass
+
+    def finish(self, timeout: float | None) -> bool:
+        return True
+
+    def abandon(self) -> None:
+        pass
+
+
+def landed(tickets: Iterable[Moving], timeout: float | None) -> bool:
+    """Wait up to `timeout` seconds for each of `tickets` (None: until they are done); False: not all are. Raises what one of them raised."""
+    for ticket in tickets:
+        if timeout == 0 and not ticket.done():
+            return False
+        try:
+            ticket.wait(timeout or None)
+        except TimeoutError as e:
+            if e.errno is not None:  # of a network drive
+                raise
+            return False
+    return True
+
+
+def happened(events: Iterable[Moving], timeout: float | None) -> bool:
+    """The same for events, which are waited for until they happen unless `timeout` is 0."""
+    for event in events:
+        if timeout == 0 and not event.done():
+            return False
+        event.wait()
+    return True
+
+
+def settle(moving: Iterable[Moving]) -> None:
+    """Wait until all of `moving` is over, however it ends: the job already carries its first error."""
+    for waitable in moving:
+        with contextlib.suppress(Exception):
+            waitable.wait()
 
 
 class Job:
@@ -115,22 +171,6 @@ class Job:
             self.fail(error)
 
 
-class _Marker:
-    """Passes through behind all that was submitted before."""
-
-    def start(self) -> bool:
-        return True
-
-    def work(self) -> None:
-        pass
-
-    def finish(self, timeout: float | None) -> bool:
-        return True
-
-    def abandon(self) -> None:
-        pass
-
-
 class Pipeline:
     """A FIFO of jobs and the thread that runs them. `close` runs what was submitted and joins the thread."""
 
@@ -153,7 +193,7 @@ class Pipeline:
 
     def drain(self) -> None:
         """Wait until all jobs submitted so far are over. Errors stay with their jobs."""
-        marker = self.submit(Job([_Marker()], "drain"))  # an item, as a job without any is over while those before it still move
+        marker = self.submit(Job([Immediate()], "drain"))  # an item, as a job without any is over while those before it still move
         marker._over.wait()
 
     def close(self) -> None:

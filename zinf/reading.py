@@ -168,8 +168,13 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], max_shard_si
     names, buffers = (origin.names, origin.buffers_of(module)) if origin is not None else (None, None)
     read = engine.memory.parts.records.read
     export_safetensors(folder, engine.layout, read, names=names, buffers=buffers, max_shard_size=max_shard_size, dtype=dtype, averaged=averaged)
-    if origin is not None:
-        origin.save_extras(module, folder, dtype=DTYPES[dtype] if dtype is not None else None)
+    save_extras(engine, module, folder, dtype)
+
+
+def save_extras(engine: Engine, module: nn.Module, folder: str | os.PathLike[str], dtype: str | None = None) -> None:
+    """What a Hugging Face folder has beside the weights of `module`, which are of `dtype`: config, tokenizer."""
+    if engine.origin is not None:
+        engine.origin.save_extras(module, folder, dtype=DTYPES[dtype] if dtype is not None else None)
         return
     save_config: Any = getattr(getattr(module, "config", None), "save_pretrained", None)
     if save_config is not None:

@@ -19,8 +19,7 @@ from zinf import layout
 from zinf.aio import open_engine
 from zinf.checkpoint import tags
 from zinf.checkpoint.restoring import restore
-from zinf.checkpoint.saver import Saved, longest
-from zinf.checkpoint.staging import pages
+from zinf.checkpoint.saver import Saved, longest, room
 from zinf.errors import CheckpointError, EngineError, StoreError
 from zinf.tiers.nvme import Store
 from zinf.tiers.opening import users
@@ -82,7 +81,7 @@ def load(engine: Engine, folder: str | os.PathLike[str], tag: str | None, weight
         undoable = records.store is not None and records.store.crash_safe
         if not undoable or weights_only or source.model.chunk != records.model.chunk:
             source.verify()
-        with _loading(engine), _buffers(engine) as buffers:
+        with _loading(engine), room(engine.memory.parts.state_slots, longest(engine.layout), BUFFERS) as buffers:
             restore(source, records, buffers, moments=not weights_only)
         saved, step = source.extra, source.step
     with engine.health.noting(Exception, KeyboardInterrupt):  # of a registered object that refuses its state: the weights are loaded, the rest is not
@@ -132,12 +131,7 @@ def _described(param: tuple[list[int], str, bool, str] | None) -> str:
 @contextlib.contextmanager
 def _loading(engine: Engine) -> Iterator[None]:
     """Nothing may keep values of before the load; after an error the records are what they were."""
-    parts = engine.memory.parts
-    parts.slabs.evict_all()
-    for shard in engine.shards:
-        shard.job = None
-        shard.steps += 1  # a graph of before the load must not be walked
-        shard.valid = shard.slab is not None and parts.device.direct  # such a slab is the record's home; any other is uploaded again
+    engine.memory.forget_values()
     try:
         yield
     except BaseException as error:
@@ -155,17 +149,6 @@ def _undo(engine: Engine, error: BaseException) -> None:
     except BaseException as again:
         again.__context__ = error
         engine.health.error = again
-
-
-@contextlib.contextmanager
-def _buffers(engine: Engine) -> Iterator[list[torch.Tensor]]:
-    """The state ring's slots, all free as nothing is stepped; where they do not do, memory beside the arena until the load is over."""
-    nbytes, slots = longest(engine.layout), engine.memory.parts.state_slots
-    with contextlib.ExitStack() as stack:
-        if slots is not None and slots.nbytes >= nbytes:
-            yield [stack.enter_context(slots.acquire()).buffer for _ in range(min(BUFFERS, len(slots)))]
-        else:
-            yield [pages(nbytes) for _ in range(BUFFERS)]
 
 
 def _take_over(engine: Engine, saved: dict[str, Any], weights_only: bool, rng: bool) -> None:

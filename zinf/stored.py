@@ -24,12 +24,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from zinf import layout, ops
+from zinf import layout
 from zinf.aio import IoEngine, open_engine
 from zinf.checkpoint import ModuleSource
 from zinf.checkpoint.sources import Reader
 from zinf.checkpoint.staging import pages
-from zinf.chunks import DTYPES
+from zinf.chunks import DTYPES, master_of, plane_views
 from zinf.layout import FROZEN, STATE, WEIGHTS, Key
 from zinf.shard import METADATA
 from zinf.tiers.nvme import Store
@@ -139,9 +139,8 @@ class StoredReader:
     def __init__(self, store: Store, place: tuple[int, int, layout.Param], master: bool):
         """`master`: with what the state has beyond the weights, as fp32."""
         self._store, (self._shard, self._run, self._param) = store, place
-        run = store.model.shards[self._shard].runs[self._run]
+        self._layout = run = store.model.shards[self._shard].runs[self._run]
         self._kept = master and run.trainable and run.dtype != "fp32"
-        self._mode = run.mode
         self.dtype = torch.float32 if self._kept else DTYPES[run.dtype]
         self.shape = self._param.shape
 
@@ -155,7 +154,7 @@ class StoredReader:
             out[a - first : b - first] = values[a - chunk.start : b - chunk.start]
 
     def _chunk(self, chunk: layout.Chunk) -> torch.Tensor:
-        mode = self._mode
+        mode = self._layout.mode
         weights = pages(chunk.length * mode.weights_bytes)
         items = [((WEIGHTS, self._shard, self._run, chunk.index), weights)]
         if self._kept:
@@ -165,13 +164,10 @@ class StoredReader:
         typed = weights.view(DTYPES[mode.weights])
         if not self._kept:
             return typed
-        plane = mode.planes[0][1]
-        kept = items[1][1][: chunk.length * layout.ITEMSIZE[plane]].view(DTYPES[plane])
-        if plane == "fp32":
-            return typed.float() if not kept.any() else kept  # an fp16 master that was never written
-        out = torch.empty(chunk.length)
-        ops.join(typed, kept, out)
-        return out
+        planes = plane_views(self._layout, chunk.length, items[1][1])
+        if "master" in planes and not planes["master"].any():
+            return typed.float()  # it was never written
+        return master_of(typed, planes)
 
 
 def places(model: layout.Model) -> dict[str, tuple[int, int, layout.Param]]:

@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from zinf.activations import Activations, Away, Kept
 from zinf.errors import EngineError
+from zinf.guards import set_on
 from zinf.schedule import Phase
 from zinf.shard import Shard
 
@@ -234,7 +235,6 @@ class Flags:
 
 def stream(module: nn.Module, shard: Shard, conductor: Conductor, block: bool, recompute: bool) -> Callable[[], None]:
     """Let `module`, a block or a single layer, compute from `shard`; returns what undoes it."""
-    own_forward = module.__dict__.get("forward")  # set on the instance by someone before us
     bare = module.forward
     shard.watch()
 
@@ -272,15 +272,7 @@ def stream(module: nn.Module, shard: Shard, conductor: Conductor, block: bool, r
             return in_micro_batches(train, args, kwargs, rows, size)
         return train(*args, **kwargs)
 
-    module.forward = streamed  # type: ignore[method-assign]
-
-    def undo() -> None:
-        if module.__dict__.get("forward") is streamed:
-            del module.__dict__["forward"]
-            if own_forward is not None:
-                module.forward = own_forward  # type: ignore[method-assign]
-
-    return undo
+    return set_on(module, "forward", streamed)
 
 
 def _casting_anew(forward: Callable) -> Callable:

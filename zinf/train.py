@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 from zinf.config import Config, build, convert_fields, expand_path, option, read_file, require
-from zinf.data import IGNORE, DataConfig, Loader, Rows, find_files, tokenise
+from zinf.data import DataConfig, Loader, Rows, find_files, tokenise
 from zinf.errors import ConfigError
 
 
@@ -343,6 +343,8 @@ class _Run:
 
     def one_step(self) -> None:
         """All backwards of one optimizer step, and the step."""
+        from zinf.heads import count_targets
+
         engine, config = self.engine, self.config
         engine.train()
         lr = config.engine.lr * config.schedule.factor(engine.global_step, self.steps)
@@ -350,7 +352,7 @@ class _Run:
             group["lr"] = lr
         backwards = config.engine.gradient_accumulation_steps
         batches = [self.loader.next_batch() for _ in range(backwards)]
-        counts = [_targets(batch) for batch in batches]
+        counts = [count_targets(batch["labels"]) for batch in batches]
         mean, tokens = 0.0, 0  # over all tokens of the step that are learned, however backwards share them
         for batch, count in zip(batches, counts, strict=True):
             loss = engine(**batch).loss
@@ -369,21 +371,18 @@ class _Run:
             return
         import torch
 
+        from zinf.heads import count_targets
+
         self.engine.synchronize()  # what is pending is training's cost
         with self.meter.paused(), torch.no_grad():
             self.engine.eval()
             total, count = 0.0, 0
             for batch in self.eval_rows.spread(self.config.eval_rows, self.config.batch_size, self.loader.pad):
-                targets = _targets(batch)
+                targets = count_targets(batch["labels"])
                 total += float(self.engine(**batch).loss) * targets
                 count += targets
         self.evals.append((step, total / count))
         self.watch.evaluated(step, total / count)
-
-
-def _targets(batch: dict[str, Any]) -> int:
-    """The tokens that a batch is learned from, or measured on."""
-    return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
 class _Meter:

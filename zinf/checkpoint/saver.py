@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,9 +28,6 @@ from zinf.config import Config
 from zinf.errors import StoreError
 from zinf.tiers.host import Slots
 from zinf.tiers.records import Records
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("zinf")
 
@@ -99,7 +96,7 @@ class Saver:
                 self._publish(target, saved, extra, keep_last)
                 saved._over.set()
                 return saved
-            buffers = stack.enter_context(self._buffers())
+            buffers = stack.enter_context(room(self._slots, longest(self._records.model), BUFFERS, leave=1))
             snapshot = stack.enter_context(store.snapshot())
             if snapshot.committed.step != step:
                 raise StoreError(f"the store at {store.paths[0]} is at step {snapshot.committed.step} and not {step}: it was committed meanwhile")
@@ -138,16 +135,6 @@ class Saver:
         if keep_last is not None:
             tags.prune(target.folder, keep_last, saved.tag, target.model.fingerprint())
 
-    @contextlib.contextmanager
-    def _buffers(self) -> Iterator[list[torch.Tensor]]:
-        """Room for BUFFERS chunks: of the ring that steps use, which is within the budget; where there is none, beside it."""
-        nbytes = longest(self._records.model)
-        with contextlib.ExitStack() as stack:
-            if self._slots is not None and self._slots.nbytes >= nbytes and len(self._slots) > BUFFERS:
-                yield [stack.enter_context(self._slots.acquire()).buffer for _ in range(BUFFERS)]
-            else:
-                yield [pages(nbytes) for _ in range(BUFFERS)]
-
     def finish(self) -> None:
         """Wait for the save that is under way. Raises what it raised, if nobody was told yet."""
         now, self._now = self._now, None
@@ -165,6 +152,16 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+
+@contextlib.contextmanager
+def room(slots: Slots | None, nbytes: int, count: int, leave: int = 0) -> Iterator[list[torch.Tensor]]:
+    """`count` buffers of `nbytes`: of the ring that steps use, which is within the budget, if it has that and `leave` more; else beside it."""
+    with contextlib.ExitStack() as stack:
+        if slots is not None and slots.nbytes >= nbytes and len(slots) >= count + leave:
+            yield [stack.enter_context(slots.acquire()).buffer for _ in range(count)]
+        else:
+            yield [pages(nbytes) for _ in range(count)]
 
 
 def longest(model: layout.Model) -> int:
