@@ -38,6 +38,17 @@ def _two_threads():
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For tiny matrices: threads would only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _sim(request, monkeypatch):
     """With --sim: delays drawn for each engine, from the seed and the name of the test."""

@@ -141,6 +141,21 @@ class Oracle:
         return {n: p.detach().to(dtypes[n]).clone() for n, p in self.params.items()}, {k: tuple(t.clone() for t in v) for k, v in self.state.items()}
 
 
+def train_alike(oracle, engine, losses, steps):
+    """Train both by `losses(model, step)`, and compare losses and snapshots bit for bit."""
+    want, got = [], []
+    for model, kept, backward, step_of in ((oracle.model, want, oracle.backward, oracle.step), (engine, got, engine.backward, engine.step)):
+        for step in range(steps):
+            torch.manual_seed(step)
+            loss = losses(model, step)
+            kept.append(loss.item())
+            backward(loss)
+            step_of()
+    snapshot = engine_snapshot(engine)
+    assert got == want
+    assert_same(snapshot, oracle.snapshot())
+
+
 def engine_snapshot(engine):
     """The same of an engine, read back through its records."""
     engine.synchronize()

@@ -10,7 +10,7 @@ import logging
 import pytest
 import torch
 from models import LEAF_BYTES, engine_run, llama, oracle_run
-from oracle import Oracle, assert_same, engine_snapshot
+from oracle import Oracle, assert_same, engine_snapshot, train_alike
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -90,24 +90,8 @@ def begin(tmp_path, model, **options):
 def same_as_oracle(tmp_path, model, losses=square, steps=3, **options):
     """Train a copy of `model` in memory and the model through an engine; returns (counts, report) of the engine."""
     oracle = Oracle(copy.deepcopy(model), lr=1e-3, weight_decay=0.1, leaf_bytes=LEAF_BYTES, wide=options.get("gradient_accumulation_steps", 1) > 1)
-    want, got = [], []
-    for step in range(steps):
-        torch.manual_seed(step)
-        loss = losses(oracle.model, step)
-        want.append(loss.item())
-        oracle.backward(loss)
-        oracle.step()
     with begin(tmp_path, model, **options) as engine:
-        for step in range(steps):
-            torch.manual_seed(step)
-            loss = losses(engine, step)
-            got.append(loss.item())
-            engine.backward(loss)
-            engine.step()
-        snapshot = engine_snapshot(engine)
-        assert got == want
-        assert_same(snapshot, oracle.snapshot())
-        del loss
+        train_alike(oracle, engine, losses, steps)
         return engine.stats()["counts"], engine.report()["activations"]
 
 

@@ -22,13 +22,7 @@ OPTIONS = dict(lr=1e-3, weight_decay=0.1, leaf_bytes=LEAF_BYTES)
 NVME = dict(weights="nvme", state="nvme", chunk_size=2048)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tiny matrices: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tight(model: nn.Module, **options) -> int:

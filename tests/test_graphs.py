@@ -18,14 +18,7 @@ from zinf.errors import EngineError
 OPTIONS = dict(weights="nvme", state="nvme", chunk_size=4096, leaf_bytes=LEAF_BYTES, lr=1e-3, weight_decay=0.1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tiny matrices: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", "sim"])
 MODES = pytest.mark.parametrize("mode", ["deferred", "backward"])

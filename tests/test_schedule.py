@@ -52,12 +52,10 @@ def test_a_cycle_is_a_hint():
     assert cycle.advance(Use(F, 0))
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 3))
-def test_every_compute_finds_its_shard_fetched_and_capacity_holds(order, capacity, lookahead):
-    for_all = dict.fromkeys(range(6), 0)
-    first, second = (moves(training_cycle(order), for_all, [capacity], lookahead, steps=n) for n in (1, 2))
+def check_moves(done, of, capacity) -> None:
+    """Compute finds its shard fetched, and no class of slabs (`of` each shard) has more than its `capacity`."""
     resident: set[int] = set()
-    for move in (*first, *second):
+    for move in done:
         if move.verb == "fetch":
             assert move.shard not in resident
             resident.add(move.shard)
@@ -65,7 +63,15 @@ def test_every_compute_finds_its_shard_fetched_and_capacity_holds(order, capacit
             resident.remove(move.shard)
         else:
             assert move.shard in resident
-        assert len(resident) <= capacity
+        for c, slabs in enumerate(capacity):
+            assert sum(of[s] == c for s in resident) <= slabs
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 3))
+def test_every_compute_finds_its_shard_fetched_and_capacity_holds(order, capacity, lookahead):
+    for_all = dict.fromkeys(range(6), 0)
+    first, second = (moves(training_cycle(order), for_all, [capacity], lookahead, steps=n) for n in (1, 2))
+    check_moves((*first, *second), for_all, [capacity])
 
 
 def test_the_engine_does_what_the_schedule_says(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from test_schedule import check_moves
 
 from zinf import layout, placement
 from zinf.errors import BudgetError
@@ -68,18 +69,8 @@ TestMachine.settings = settings(stateful_step_count=30)
 
 @given(st.permutations(range(6)), st.lists(st.integers(0, 2), min_size=6, max_size=6), st.lists(st.integers(1, 4), min_size=3, max_size=3), st.integers(0, 3))
 def test_compute_finds_its_shard_and_no_class_has_more_slabs_than_it_has(order: list[int], classes: list[int], capacity: list[int], lookahead: int) -> None:
-    resident: set[int] = set()
     of = dict(enumerate(classes))
-    for move in moves(training_cycle(order), of, capacity, lookahead, steps=1):
-        if move.verb == "fetch":
-            assert move.shard not in resident
-            resident.add(move.shard)
-        elif move.verb == "evict":
-            resident.remove(move.shard)
-        else:
-            assert move.shard in resident
-        for c, slabs in enumerate(capacity):
-            assert sum(of[s] == c for s in resident) <= slabs
+    check_moves(moves(training_cycle(order), of, capacity, lookahead, steps=1), of, capacity)
 
 
 params = st.tuples(st.integers(1, 60_000), st.sampled_from(["bf16", "fp16", "fp32"]), st.booleans())

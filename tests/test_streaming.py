@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from models import LEAF_BYTES, llama
-from oracle import Oracle, assert_same, engine_snapshot
+from oracle import Oracle, train_alike
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -19,25 +19,9 @@ NVME = dict(weights="nvme", state="nvme", chunk_size=4096)
 def same_as_oracle(tmp_path, model: nn.Module, losses, steps: int = 3, blocks=None, **options):
     """Train a copy of `model` in memory and the model through an engine; `losses(model, step)` gives the loss."""
     oracle = Oracle(copy.deepcopy(model), lr=1e-3, weight_decay=0.1, leaf_bytes=LEAF_BYTES, blocks=blocks)
-    want = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        loss = losses(oracle.model, step)
-        want.append(loss.item())
-        oracle.backward(loss)
-        oracle.step()
-    got = []
     options = {**NVME, **options}
     with Engine(model, nvme_path=str(tmp_path), leaf_bytes=LEAF_BYTES, blocks=blocks, lr=1e-3, weight_decay=0.1, **options) as engine:
-        for step in range(steps):
-            torch.manual_seed(step)
-            loss = losses(engine, step)
-            got.append(loss.item())
-            engine.backward(loss)
-            engine.step()
-        snapshot = engine_snapshot(engine)
-        assert got == want
-        assert_same(snapshot, oracle.snapshot())
+        train_alike(oracle, engine, losses, steps)
         return engine
 
 

@@ -17,6 +17,7 @@
 
 #include "aio/backend.h"
 #include "aio/buffer.h"
+#include "tests/expect.h"
 #ifdef ZINF_HAVE_LIBURING
 #include <liburing.h>
 #endif
@@ -24,14 +25,6 @@
 using namespace zinf::aio;
 
 namespace {
-
-#define EXPECT(condition)                                                              \
-    do {                                                                               \
-        if (!(condition)) {                                                            \
-            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-            std::exit(1);                                                              \
-        }                                                                              \
-    } while (false)
 
 std::atomic<unsigned> refused_flags{0};  // io_uring_setup answers EINVAL to any of these, as an older kernel would
 std::atomic<bool> refuse_tables{false}, break_ring{false};

@@ -16,18 +16,11 @@
 
 #include "ops/dispatch.h"
 #include "ops/pool.h"
+#include "tests/expect.h"
 
 using namespace zinf::ops;
 
 namespace {
-
-#define EXPECT(condition)                                                                \
-    do {                                                                                 \
-        if (!(condition)) {                                                              \
-            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-            std::exit(1);                                                                \
-        }                                                                                \
-    } while (false)
 
 // Each piece once, all of them done when run returns: plain ints, so that a missing order is a race that can be seen.
 void loop(Pool& pool, std::size_t pieces) {
