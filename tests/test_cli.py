@@ -48,7 +48,7 @@ def test_help_names_every_command_and_each_has_its_own(capsys) -> None:
 def test_keys_are_listed_with_help_and_default(capsys) -> None:
     assert cli.main(["train", "--keys"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^engine\.block_size +largest single read or write \[4194304\]$", out, re.M)
+    assert re.search(r"^engine\.block_size +largest single read or write; default: .* 4MiB$", out, re.M)
     assert re.search(r"^data\.max_length +\S", out, re.M) and re.search(r"^schedule\.kind +\S", out, re.M)
 
 

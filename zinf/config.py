@@ -116,8 +116,8 @@ class Config:
     commit_every: int | None = option(None, "steps between commits (checkpoints); 0: only when asked; default: 1, or 50 where state rests in host memory")
     # input and output
     backend: Literal["auto", "uring", "threads", "python"] = option("auto", "I/O engine")
-    block_size: Bytes = option(4 << 20, "largest single read or write")
-    queue_depth: int = option(16, "reads and writes in flight at once")
+    block_size: Bytes | None = option(None, "largest single read or write; default: what `zinf bench io` found on nvme_path, else 4MiB")
+    queue_depth: int | None = option(None, "reads and writes in flight at once; default: what `zinf bench io` found, else 16")
     io_threads: int = option(4, "threads of the threads backend")
     # computation
     device: Literal["auto", "cuda", "cpu", "sim"] = option("auto", "where forward and backward run")
@@ -173,7 +173,7 @@ class Config:
             value = getattr(self, key)
             require(value is None or value > 0, key, value, "a positive number")
         require(self.chunk_size >= PIECE and self.chunk_size % PIECE == 0, "chunk_size", self.chunk_size, f"a positive multiple of {PIECE}")
-        require(self.block_size % 4096 == 0, "block_size", self.block_size, "a multiple of 4096")
+        require((self.block_size or 0) % 4096 == 0, "block_size", self.block_size, "a multiple of 4096")
         for key in ("max_skipped_steps", "commit_every", "keep_last"):
             require((getattr(self, key) or 0) >= 0, key, getattr(self, key), "zero or more")
         require(self.loss_scale == "dynamic" or self.loss_scale >= 0, "loss_scale", self.loss_scale, "dynamic, or a positive number")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from zinf import layout, ops, placement, precision, scaling
+from zinf import layout, measured, ops, placement, precision, scaling
 from zinf.activations import Activations
 from zinf.aio import IoEngine, open_engine
 from zinf.checkpoint import ModuleSource, import_tensors
@@ -181,7 +181,7 @@ def build(
     paths = list(origin.paths) if origin is not None else store_paths(config, basis)
     io: IoEngine | None = None
     if paths:
-        io = open_engine(config.backend, block_size=config.block_size, queue_depth=config.queue_depth, threads=config.io_threads)
+        io = open_engine(config.backend, threads=config.io_threads, **measured.io_options(paths, config.block_size, config.queue_depth))
         stack.callback(io.close)
     device = open_device(config.device, io)
     stack.callback(device.close)
@@ -232,7 +232,7 @@ def _open_store(
         restored: dict[str, Any] | None = store.extra
     else:
         options: dict[str, Any] = {"crash_safe": config.crash_safe, "verify": config.verify}
-        store = Store.create(paths, model, io, **options) if basis is None else basis.create_store(paths, model, io, options)
+        store = Store.create(paths, model, io, shares=measured.shares(paths), **options) if basis is None else basis.create_store(paths, model, io, options)
         restored = None
     stack.callback(store.close)
     return store, restored

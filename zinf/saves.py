@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import zinf
-from zinf import layout
+from zinf import layout, measured
 from zinf.aio import open_engine
 from zinf.checkpoint import tags
 from zinf.checkpoint.restoring import restore
@@ -74,7 +74,7 @@ def load(engine: Engine, folder: str | os.PathLike[str], tag: str | None, weight
     engine.commit()
     engine.synchronize()
     with contextlib.ExitStack() as stack:
-        io = open_engine(engine.config.backend, block_size=engine.config.block_size)
+        io = open_engine(engine.config.backend, **measured.io_options([path], engine.config.block_size, engine.config.queue_depth))
         stack.callback(io.close)
         source = stack.enter_context(contextlib.closing(Store.open([path], io, verify="read", writable=False)))
         check(engine, path, source.model, source.extra, weights_only)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from zinf import layout
+from zinf import layout, measured
 from zinf.aio import open_engine
 from zinf.checkpoint import saving, tags
 from zinf.checkpoint.saving import Stopped, Target
@@ -86,7 +86,7 @@ class Saver:
         self.finish()
         saved = Saved(folder, tag, step)
         with contextlib.ExitStack() as stack:
-            io = open_engine(self._config.backend, block_size=self._config.block_size, queue_depth=BUFFERS, threads=2)
+            io = open_engine(self._config.backend, threads=2, **measured.io_options([folder], self._config.block_size, BUFFERS))
             stack.callback(io.close)
             target = stack.enter_context(Target(folder, tag, self._records.model, io))
             store = self._records.store

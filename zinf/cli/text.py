@@ -40,3 +40,8 @@ def table(header: Sequence[str], body: Sequence[Sequence[str]], indent: str = " 
 def seconds(s: float) -> str:
     """0.42 s, 12.3 s, 4 min 05 s."""
     return f"{s:.2f} s" if s < 10 else f"{s:.1f} s" if s < 100 else f"{int(s) // 60} min {int(s) % 60:02d} s"
+
+
+def rate(r: float) -> str:
+    """Bytes a second, decimal as drives and buses are sold: 2.34 GB/s, 870 MB/s."""
+    return f"{r / 1e9:.1f} GB/s" if r >= 1e10 else f"{r / 1e9:.2f} GB/s" if r >= 1e9 else f"{r / 1e6:.0f} MB/s"

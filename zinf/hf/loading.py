@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zinf import layout
+from zinf import layout, measured
 from zinf.aio import open_engine
 from zinf.algorithms import moments
 from zinf.checkpoint import SafetensorsSource, check, import_tensors
@@ -323,8 +323,8 @@ def _import(
 ) -> None:  # fmt: skip
     """A new committed store with the weights of `source`."""
     with (
-        contextlib.closing(open_engine(backend)) as io,
-        contextlib.closing(Store.create(origin.paths, plan, io, crash_safe=crash_safe, overwrite=overwrite)) as store,
+        contextlib.closing(open_engine(backend, **measured.io_options(origin.paths, None, None))) as io,
+        contextlib.closing(Store.create(origin.paths, plan, io, crash_safe=crash_safe, shares=measured.shares(origin.paths), overwrite=overwrite)) as store,
     ):
         import_tensors(plan, source, store.write, progress=progress)
         store.commit(0, {"origin": origin.to_json()})

@@ -27,7 +27,7 @@ from zinf import _ops
 from zinf.ops import reference
 
 __all__ = [
-    "Pool", "accumulate", "adagrad", "adam", "available_isas", "cast", "default_isa", "default_pool", "join", "lion", "sgd", "split", "sum_squares",
+    "Pool", "accumulate", "adagrad", "adam", "available_isas", "cast", "copy", "default_isa", "default_pool", "join", "lion", "sgd", "split", "sum_squares",
 ]  # fmt: skip
 
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the numbers of csrc/ops/dispatch.h
@@ -311,6 +311,13 @@ def sum_squares(grads: Tensor, initial: float = 0.0, *, pool: Pool | None = None
     address = _address("grads", grads, _FLOATS)
     n = grads.numel()
     return _ops.sum_squares(isa or default_isa(), _workers(pool, n), n, _CODES[grads.dtype], address, initial)
+
+
+def copy(src: Tensor, out: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:
+    """fp32 src into fp32 out, by stores that bypass the caches: the speed of memory, which every other kernel is held against."""
+    n = src.numel()
+    at_src, at_out = _address("src", src, _FP32), _address("out", out, _FP32, n)
+    _ops.copy(isa or default_isa(), _workers(pool, n), 4 * n, at_src, at_out)
 
 
 def split(src: Tensor, hi: Tensor, lo: Tensor, *, pool: Pool | None = None, isa: str | None = None) -> None:

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
+from zinf import measured
 from zinf.errors import StoreError
 from zinf.tiers import manifest
 
@@ -75,16 +76,9 @@ def make(path: str) -> bool:
 def filesystem(path: str) -> str:
     """The type of the filesystem that `path` is on ("ext4", "tmpfs", ...), "" if it cannot be found out."""
     try:
-        device = os.stat(path).st_dev
-        wanted = f"{os.major(device)}:{os.minor(device)}"
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as f:
-            for line in f:
-                fields, _, kind = line.partition(" - ")
-                if fields.split()[2] == wanted:
-                    return kind.split()[0]
-    except (OSError, IndexError):
-        pass
-    return ""
+        return measured.filesystem(os.stat(path).st_dev)
+    except OSError:
+        return ""
 
 
 def warn_if_memory(path: str) -> None:
