@@ -11,6 +11,8 @@ A step cannot be shorter than the longest of the three where they overlap. On th
 so their sum is a bound too: both ratios are given. Peers: plain PyTorch in memory with a fused AdamW on an fp32 master (bf16
 autocast), with and without recompute; DeepSpeed ZeRO-3 with NVMe if it is installed (in a process of its own).
 
+Where the time goes is read from a trace of three more steps: how busy each resource was, and the critical path (zinf/trace/bottleneck.py).
+
     python bench/step.py [--size 135m|tiny] [--tokens 256] [--rounds 5] [--nvme PATH] [--verify] [--deepspeed PYTHON] [--json FILE] [--toy]
 """
 
@@ -39,6 +41,8 @@ from zinf import ops
 from zinf.aio import open_engine
 from zinf.engine import Engine
 from zinf.tiers.host import Arena
+from zinf.trace.bottleneck import summary
+from zinf.trace.reading import read
 
 SIZES = {
     "tiny": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024),
@@ -133,6 +137,22 @@ def zinf_step(engine: Engine, ids: torch.Tensor) -> Callable[[], None]:
     return run
 
 
+def where_time_goes(size: str, ids: torch.Tensor, folder: str, where: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Of the middle one of three traced steps, as parts of its seconds."""
+    path = f"{folder}/trace.json"
+    with Engine(model(size, torch.bfloat16), **where, run_name="bench", resume=True, trace=path, **options) as engine:
+        run = zinf_step(engine, ids)
+        for _ in range(4):
+            run()
+        engine.synchronize()
+    timeline = read(path)
+    step = timeline.typical()
+    assert step is not None
+    found = summary(timeline, step)
+    parts = {key: {name: round(s / found.seconds, 3) for name, s in getattr(found, key).items() if s / found.seconds >= 0.0005} for key in ("busy", "path")}
+    return {"seconds": round(found.seconds, 4), **parts, "says": found.sentence()}
+
+
 def deepspeed_step(python: str, size: str, tokens: int, rounds: int, folder: str) -> float | None:
     """Median seconds of a ZeRO-3 step with optimizer and parameters on NVMe, in a process of its own; None if it cannot run."""
     if python == sys.executable and importlib.util.find_spec("deepspeed") is None:
@@ -203,6 +223,7 @@ def measure(args: argparse.Namespace, ids: torch.Tensor, folder: str) -> dict[st
     stats = engine.stats()
     engine.close()
     careful.close()
+    traced = where_time_goes(args.size, ids, folder, where, options)
     medians = {name: statistics.median(t) for name, t in times.items()}
     rounds = args.rounds + 1
     bound = max(medians["compute"], medians["I/O"], medians["optimizer"])
@@ -222,6 +243,7 @@ def measure(args: argparse.Namespace, ids: torch.Tensor, folder: str) -> dict[st
         "ratio_to_shared_cores": round(medians["zinf, all on NVMe"] / shared, 3),
         "busy": {k: round((v - busy0.get(k, 0)) / rounds, 4) for k, v in stats["seconds"].items()},
         "waited": {k: round((v - waited0.get(k, 0)) / rounds, 4) for k, v in stats["waited"].items()},
+        "trace": traced,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
@@ -235,6 +257,10 @@ def print_table(r: dict[str, Any]) -> None:
         print(f"  {name:<32} {seconds:8.3f} s   ({low:.3f} to {high:.3f})")
     print(f"  step / max(compute, I/O, optimizer)       {r['ratio_to_max']:.2f}   target 1.30")
     print(f"  step / max(compute + optimizer, I/O)      {r['ratio_to_shared_cores']:.2f}   (they share the cores here)")
+    trace = r["trace"]
+    print(f"  of a traced step of {trace['seconds']:.3f} s: {trace['says']}")
+    print("    busy           " + ", ".join(f"{k} {100 * v:.0f} %" for k, v in sorted(trace["busy"].items(), key=lambda kv: -kv[1])))
+    print("    critical path  " + ", ".join(f"{k} {100 * v:.0f} %" for k, v in sorted(trace["path"].items(), key=lambda kv: -kv[1])))
     print("  a step's seconds by verb, and waited:     " + ", ".join(f"{k} {v:.2f} ({r['waited'].get(k, 0):.2f})" for k, v in r["busy"].items()))
 
 

@@ -47,6 +47,7 @@ LAYERS = [
     {"grads_away"},
     {"grads", "streaming", "compiling", "recompute", "optimizer", "checkpoint", "commit"},
     {"memory", "editing", "averages", "stored"},
+    {"residency"},
     {"stepping", "report", "reading", "saves", "merging", "recovery"},
     {"health", "progress"},
     {"conductor"},

@@ -328,8 +328,9 @@ class _HostCopy:
         return True
 
     def work(self) -> None:
-        device = self._owner.device
+        device, verb = self._owner.device, Verb.OFFLOAD if self._out else Verb.UPLOAD
         self._event = device.offload(self._tensor, self._host) if self._out else device.upload(self._host, self._tensor)
+        self._owner.trace.copying(verb, -1, self._tensor.numel(), self._event, "activation")
 
     def finish(self, timeout: float | None) -> bool:
         if not happened([self._event], timeout):
@@ -366,7 +367,7 @@ class _Piece:
         device, trace = self._owner.device, self._owner.trace
         host = self._pages()[: self._tensor.numel()]
         if self._out:
-            with trace.span(Verb.OFFLOAD, -1, "activation"):
+            with trace.span(Verb.OFFLOAD, -1, "activation", host.numel()):
                 device.offload(self._tensor, host).wait()
             assert self._owner.scratch is not None
             self._moving = list(self._owner.scratch.write(self._start, self._pages()))
@@ -375,6 +376,7 @@ class _Piece:
             for ticket in self._moving:
                 ticket.wait()
         self._moving = [device.upload(host, self._tensor)]
+        trace.copying(Verb.UPLOAD, -1, host.numel(), self._moving[0], "activation")
 
     def finish(self, timeout: float | None) -> bool:
         if not (landed if self._out else happened)(self._moving, timeout):

@@ -141,7 +141,7 @@ class ChunkItem:
                     self._reads += records.store.read(reads)
             except BaseException:
                 if not self._reads:  # else `abandon` does
-                    parts.trace.end(Verb.FETCH, self.shard.index)
+                    parts.trace.end(Verb.FETCH)
                 raise
         return True
 
@@ -165,7 +165,8 @@ class ChunkItem:
             assert self.spec is not None
             if self.spec.gate is not None:
                 self.spec.gate()
-            with parts.trace.span(Verb.STEP, self.shard.index):
+            nbytes = sum(t.numel() for t in (self.weights, self.state) if t is not None)
+            with parts.trace.span(Verb.STEP, self.shard.index, "", nbytes):
                 self._step()
             self._flush()
         stale = bool(self.segments) or not self.had_weights
@@ -174,6 +175,7 @@ class ChunkItem:
             event = parts.device.upload(self.weights, self.shard.chunk_view(self.run, self.chunk))
             self._events.append(event)
             self.shard._uploads.append(event)
+            parts.trace.copying(Verb.UPLOAD, self.shard.index, self.weights.numel(), event)
 
     def _landed(self) -> None:
         if self._reads:
@@ -182,7 +184,7 @@ class ChunkItem:
                     ticket.wait()
             finally:
                 self._reads = []
-                self.shard.parts.trace.end(Verb.FETCH, self.shard.index)
+                self.shard.parts.trace.end(Verb.FETCH)
 
     def _step(self) -> None:
         run = self.shard.spec.runs[self.run]
@@ -219,7 +221,7 @@ class ChunkItem:
             try:
                 self._writes = records.store.write(writes)
             except BaseException:
-                self.shard.parts.trace.end(Verb.FLUSH, self.shard.index)
+                self.shard.parts.trace.end(Verb.FLUSH)
                 raise
 
     def finish(self, timeout: float | None) -> bool:
@@ -235,13 +237,13 @@ class ChunkItem:
     def _written(self) -> None:
         if self._writes:
             self._writes = []
-            self.shard.parts.trace.end(Verb.FLUSH, self.shard.index)
+            self.shard.parts.trace.end(Verb.FLUSH)
 
     def abandon(self) -> None:
         settle((*self._reads, *self._writes, *self._events))
         if self._reads:
             self._reads = []
-            self.shard.parts.trace.end(Verb.FETCH, self.shard.index)
+            self.shard.parts.trace.end(Verb.FETCH)
         self._written()
         self._release()
 

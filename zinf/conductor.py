@@ -11,9 +11,11 @@ from zinf.activations import Activations
 from zinf.commit import Committer
 from zinf.health import Health
 from zinf.memory import Memory
+from zinf.residency import residency
 from zinf.schedule import Cycle, Phase, Use, training_cycle
 from zinf.shard import Shard
 from zinf.stepping import Stepper
+from zinf.trace.recorder import Recorder
 
 log = logging.getLogger("zinf")
 
@@ -44,6 +46,7 @@ class Conductor:
     def use(self, phase: Phase, shard: Shard) -> None:
         """Compute is about to use `shard`: have its newest weights in the slab, and start fetching what comes next."""
         self.health.check_usable()
+        self._trace.idle()
         use = Use(phase, shard.index)
         cycle = self._evaluate if phase is Phase.EVALUATE else self.train
         (self._evaluated if phase is Phase.EVALUATE else self._trained).append(use)
@@ -58,6 +61,13 @@ class Conductor:
                 shard.wait_fetched()
             finally:
                 shard.let_go()
+        self._trace.computing(phase.value, shard.index)
+        if self._trace.recorder is not None:
+            self._note_residency(self._trace.recorder)
+
+    def _note_residency(self, recorder: Recorder) -> None:
+        for tier, held in residency(self._memory).items():
+            recorder.counter(f"{tier} memory", held)
 
     def call_over(self, shard: Shard) -> None:
         """A call's backward is over."""
@@ -112,6 +122,7 @@ class Conductor:
 
     def end_forward(self) -> None:
         """It is over, perhaps by an exception."""
+        self._trace.idle()
         if self._evaluated and not torch.is_grad_enabled():
             self._evaluate.replace(self._evaluated)
             self._evaluated = []

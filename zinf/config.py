@@ -162,7 +162,7 @@ class Config:
     consecutive_hysteresis: bool = option(False, "fp16: overflows count for hysteresis only in a row")
     min_loss_scale: float = option(1.0, "fp16: a dynamic scale does not fall below")
     max_skipped_steps: int = option(10, "steps with non-finite grads in a row that are skipped before an error")
-    trace: bool = option(False, "record a timeline of all verbs")
+    trace: bool | str = option(False, "record a timeline of all verbs: true, or the path of the file (zinf report shows it, so does ui.perfetto.dev)")
     debug: bool = option(False, "fill released buffers with NaN, and check at every use whose a buffer is")
 
     def __post_init__(self) -> None:

@@ -160,7 +160,9 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """scale(loss).backward(). Divide the loss yourself when several backwards make a step."""
-        self.scale(loss).backward()
+        scaled = self.scale(loss)
+        self.trace.computing("backward", -1)
+        scaled.backward()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a backward of your own; the loss itself where weights are not fp16."""
@@ -179,6 +181,7 @@ class Engine:
             CommitError: this step is made, and an earlier one could not be committed, nor will this be before there is room.
         """
         self.health.check_usable(idle=True)
+        self.trace.computing("fix the step", -1)
         self.conductor.learn()
         with self.health.noting():
             self.progress.ask_late()
@@ -198,6 +201,8 @@ class Engine:
             self.committer.make_if_applied()
             if self.memory.root is not None:
                 self.memory.root.wait_fetched()  # it is bound: whoever reads an adapter between two steps must not see half of one
+        self.trace.idle()
+        self.trace.stepped(done.step)
         self.committer.check()
         return done
 
@@ -461,6 +466,7 @@ class Engine:
         if root is not None:
             self.conductor.bring(root)
             root.check_bound()
+        self.trace.computing("forward" if torch.is_grad_enabled() else "evaluate", -1)
         return args, kwargs
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -87,8 +87,14 @@ class ShardGrads:
                 self.seen[i] = True
             self.counts[i] = 0
         buffer, self._pass = self._pass, None
-        with self.shard.parts.trace.span(Verb.OFFLOAD, self.shard.index):
-            self.arrived = DONE if buffer is self._host else self._merge(buffer)
+        trace, index, nbytes = self.shard.parts.trace, self.shard.index, self.shard.spec.grads_nbytes(self._lender.pass_wide)
+        if self.shard.parts.device.direct:
+            in_place = buffer is self._host
+            with trace.span(Verb.OFFLOAD, index, "", 0 if in_place else nbytes):
+                self.arrived = DONE if in_place else self._merge(buffer)
+        else:
+            self.arrived = self._merge(buffer)
+            trace.copying(Verb.OFFLOAD, index, nbytes, self.arrived)
         self.waiting = True
         return self.arrived
 
@@ -267,7 +273,7 @@ class Grads:
         slot = self._pass_slots.acquire(shard.name)
         for grads in self.of:
             if slot is None and not grads.arrived.done():  # its copy to the host is under way, and then gives its buffer back
-                with shard.parts.trace.wait(Verb.OFFLOAD):
+                with shard.parts.trace.wait(Verb.OFFLOAD, grads.shard.index):
                     grads.arrived.wait()
                 slot = self._pass_slots.acquire(shard.name)
         if slot is None:

@@ -45,7 +45,7 @@ class GradsAway:
         """Until the last move is over; raises what it raised."""
         move = self.move
         if move is not None:
-            with self.trace.wait(Verb.FLUSH):
+            with self.trace.wait(Verb.FLUSH, self.shard):
                 move.wait_over()
 
     def forget(self) -> None:
@@ -110,4 +110,4 @@ class _Move:
     def _over(self) -> None:
         if self._tickets:
             self._tickets = []
-            self._away.trace.end(self._verb, self._away.shard, "grads")
+            self._away.trace.end(self._verb)

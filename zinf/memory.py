@@ -17,6 +17,7 @@ from torch import nn
 from zinf import layout, measured, ops, placement, precision, scaling
 from zinf.activations import Activations
 from zinf.aio import IoEngine, open_engine
+from zinf.aio.traced import TracedEngine
 from zinf.checkpoint import ModuleSource, import_tensors
 from zinf.config import Config
 from zinf.discover import Unit
@@ -35,6 +36,7 @@ from zinf.tiers.nvme import Store
 from zinf.tiers.records import Records
 from zinf.tiers.scratch import Scratch
 from zinf.trace import Trace, Verb
+from zinf.trace.recorder import Recorder, trace_path
 
 log = logging.getLogger("zinf")
 
@@ -179,10 +181,12 @@ def build(
     """Everything below the engine. `stack` closes it all, also when this raises half way."""
     root_index, pinned = roles(units)
     paths = list(origin.paths) if origin is not None else store_paths(config, basis)
+    recorder = _recorder(model, config, paths, stack)
     io: IoEngine | None = None
     if paths:
         io = open_engine(config.backend, threads=config.io_threads, **measured.io_options(paths, config.block_size, config.queue_depth))
         stack.callback(io.close)
+        io = TracedEngine(io, recorder, paths) if recorder is not None else io
     device = open_device(config.device, io)
     stack.callback(device.close)
     plan = plan_for(model, units, config, bool(paths), device.direct, mode)
@@ -194,7 +198,9 @@ def build(
         stack.callback(arena.close)
     device.reserve(plan.device_nbytes)
     records = Records(model, plan, arena, store, device.direct)
-    trace = Trace(record=config.trace)
+    trace = Trace(recorder)
+    if recorder is not None and store is not None:
+        recorder.places = {(path, offset): (key[1], {"kind": key[0], "run": key[2], "chunk": key[3]}) for path, offset, key in store.where()}
     owners = Owners() if poison else Unwatched()
     slabs = Slabs(plan.slabs, device, trace, owners, poison)
     parts = _parts(plan, config, device, records, slabs, arena, trace, owners, stack)
@@ -219,6 +225,16 @@ def build(
     for shard in shards:
         shard.valid = shard.slab is not None and device.direct  # a slab that is there already is held for good
     return Memory(plan, parts, shards, grads, activations, shards[root_index] if root_index is not None else None, io, LOOKAHEAD, restored)
+
+
+def _recorder(model: layout.Model, config: Config, paths: Sequence[str], stack: contextlib.ExitStack) -> Recorder | None:
+    """Who writes the trace, if one is asked for: where it says, or beside the store (beside where the run was started, without one)."""
+    if not config.trace:
+        return None
+    path = config.trace if isinstance(config.trace, str) else trace_path(paths[0] if paths else config.run_name)
+    recorder = Recorder(os.path.abspath(os.path.expanduser(path)), [shard.name for shard in model.shards])
+    stack.callback(recorder.close)
+    return recorder
 
 
 def _open_store(
@@ -282,7 +298,7 @@ def _fill(model: layout.Model, module: nn.Module, records: Records, store: Store
     if restored:
         records.load_homes()
         return
-    with trace.span(Verb.IMPORT, -1):
+    with trace.span(Verb.IMPORT, -1, "the model", sum(s.weights_nbytes for s in model.shards)):
         there = linked(store) if store is not None else frozenset()
         with basis.source(module) if basis is not None else contextlib.nullcontext(ModuleSource(module)) as source:
             import_tensors(model, source, records.write, apart=there)

@@ -104,6 +104,7 @@ def stats(engine: Engine) -> dict[str, Any]:
     return {
         "seconds": {verb.value: s for verb, s in trace.busy.items()},
         "waited": {verb.value: s for verb, s in trace.waited.items()},
+        "bytes": {**{verb.value: n for verb, n in trace.moved.items()}, "fetch": moved["bytes_read"], "flush": moved["bytes_written"]},
         "counts": dict(trace.counts),
         "bytes_read": moved["bytes_read"],
         "bytes_written": moved["bytes_written"],

@@ -188,7 +188,7 @@ class Shard:
         if self.job is not None and not self.job.over:
             if before is not None:
                 return False  # its last flush still reads the slab: come back later
-            with self.parts.trace.wait(Verb.FLUSH):
+            with self.parts.trace.wait(Verb.FLUSH, self.index):
                 self.job.wait_over()
         needs_slab = not (home is not None and self.parts.device.direct)
         if needs_slab and self.slab is None and not self.parts.slabs.take(self, cycle, before):
@@ -226,14 +226,14 @@ class Shard:
         if self.job is None:
             return
         if not self.job.ready:
-            with self.parts.trace.wait(Verb.FETCH):
+            with self.parts.trace.wait(Verb.FETCH, self.index):
                 self.job.wait()
         if self.job.error is not None:
             self.valid = False
             raise self.job.error
         for event in self._uploads:
             if not event.done():
-                with self.parts.trace.wait(Verb.UPLOAD):
+                with self.parts.trace.wait(Verb.UPLOAD, self.index):
                     self.parts.device.wait(event)
 
     def _items(self, spec: StepSpec | None, had_weights: bool, pipeline: Pipeline) -> Iterator[ChunkItem]:

@@ -180,6 +180,7 @@ class Stepper:
             raise
         finally:
             self.backward_running = False
+            self.parts.trace.idle()
 
     def _sum_squares(self, grads: ShardGrads) -> None:
         index, sums = grads.shard.index, self._sums

@@ -94,6 +94,13 @@ public:
         return request_->done();
     }
 
+    // Seconds of the steady clock, which is Python's perf_counter; nothing while it is in flight.
+    std::optional<std::pair<double, double>> times() const {
+        if (!request_->done()) return std::nullopt;
+        const auto seconds = [](Clock::time_point t) { return std::chrono::duration<double>(t.time_since_epoch()).count(); };
+        return std::pair(seconds(request_->started()), seconds(request_->ended()));
+    }
+
     std::string repr() const { return "<zinf ticket: " + request_->describe() + (request_->done() ? ", done>" : ">"); }
 
 private:
@@ -283,6 +290,7 @@ PYBIND11_MODULE(_aio, m) {
     py::class_<Ticket>(m, "Ticket")
         .def("wait", &Ticket::wait, py::arg("timeout") = py::none())
         .def("done", &Ticket::done)
+        .def_property_readonly("times", &Ticket::times)
         .def("__repr__", &Ticket::repr);
 
     py::class_<Engine>(m, "Engine")

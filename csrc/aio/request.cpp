@@ -86,6 +86,8 @@ void Request::complete(Stats& stats) {
     auto& ops = kind == Kind::Read ? stats.ops_read : kind == Kind::Write ? stats.ops_written : stats.ops_datasync;
     ops.fetch_add(1, std::memory_order_relaxed);
     stats.end();
+    ended_ = Clock::now();
+    if (started_ == Clock::time_point{}) started_ = ended_;  // refused before any of it was handed out
     owner_.reset();
     auto file = std::move(file_);
     {

@@ -54,11 +54,14 @@ public:
     bool done() const { return done_.load(std::memory_order_acquire); }
     bool wait_for(std::chrono::nanoseconds timeout);  // false: still in flight
     void check() const;                               // after done(): throws IoError if it failed
+    Clock::time_point started() const { return started_; }  // after done(): its first piece was handed out
+    Clock::time_point ended() const { return ended_; }      // after done()
 
     // Only whoever holds the queue this request stands in.
     File& file() const { return *file_; }
     void fail(int code, const std::string& message);  // the first failure stays
     bool failed() const { return failure_.has_value(); }
+    void start() { started_ = Clock::now(); }
     void complete(Stats& stats);
     void keep_owner_forever();
     std::uint64_t issued = 0;  // bytes cut into pieces so far; a datasync counts as one piece of one byte
@@ -69,6 +72,7 @@ private:
     std::shared_ptr<const std::string> path_;
     std::shared_ptr<void> owner_;
     std::optional<IoError> failure_;
+    Clock::time_point started_{}, ended_{};  // published by done_
     std::atomic<bool> done_{false};
     std::mutex mutex_;
     std::condition_variable cond_;
@@ -129,6 +133,7 @@ bool Queue::cut(Piece& piece, std::uint64_t block, Stats& stats, Bound bound) {
             const std::uint64_t most = bound(request->address + request->issued);
             if (length > most) length = most;
         }
+        if (request->issued == 0) request->start();
         piece = Piece{request, request->issued, length};
         request->issued += length;
         ++request->pieces;

@@ -53,6 +53,11 @@ class Ticket(Protocol):
         """Is it complete, well or badly? Never raises."""
         ...
 
+    @property
+    def times(self) -> tuple[float, float] | None:
+        """When its first piece was handed to the kernel, and when it was complete, in seconds of time.perf_counter; None while it is in flight."""
+        ...
+
 
 class IoEngine(Protocol):
     name: str

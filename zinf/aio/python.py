@@ -111,6 +111,8 @@ class PythonTicket:
         self.file: PythonFile | None = file
         self.owner = owner
         self.error: tuple[int, str, str] | None = None
+        self.times: tuple[float, float] | None = None
+        self._started = 0.0
         self._done = threading.Event()
 
     def what(self) -> str:
@@ -120,7 +122,13 @@ class PythonTicket:
         if self.error is None:
             self.error = (code, f"{self.what()}: {message}", self.path)
 
+    def begin(self) -> None:
+        """A piece is handed out."""
+        self._started = self._started or time.perf_counter()
+
     def complete(self) -> None:
+        ended = time.perf_counter()
+        self.times = (self._started or ended, ended)
         file, self.file, self.owner = self.file, None, None
         self._done.set()
         if file is not None:
@@ -300,6 +308,7 @@ class PythonEngine:
                 self._depth.release()
                 break
             self._counts["pieces"] += 1
+            ticket.begin()
             length = min(self.block_size, ticket.length - begin)
             pieces.append(self._loop.create_task(self._move(ticket, begin, length)))
         await asyncio.gather(*pieces)

@@ -126,10 +126,14 @@ class _Copy:
     def __init__(self, run: Callable[[], None]):
         self.run = run
         self.error: BaseException | None = None
+        self.times: tuple[float, float] | None = None  # when it ran, seconds of time.perf_counter
         self._over = threading.Event()
 
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+
     def finish(self, error: BaseException | None) -> None:
-        self.error = error
+        self.error, self.times = error, (self._began, time.perf_counter())
         self._over.set()
 
     def wait(self) -> None:
@@ -154,6 +158,7 @@ class _Stream(threading.Thread):
         while (copy := self.queue.get()) is not None:
             if self._delay:
                 time.sleep(self._random.random() * self._delay)
+            copy.begin()
             try:
                 copy.run()
             except BaseException as error:

@@ -226,6 +226,12 @@ class Store:
     def extra(self) -> dict[str, Any]:
         return self._committed.extra
 
+    def where(self) -> Iterator[tuple[str, int, Key]]:
+        """(file, offset, key) of every version of every chunk."""
+        for entry in self._entries.values():
+            for offset in entry.offsets:
+                yield entry.file.path, offset, entry.key
+
     # ---- moving bytes
 
     def read(self, items: Items) -> list[Ticket]:
