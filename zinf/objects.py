@@ -79,7 +79,7 @@ def _state(name: str, obj: Any) -> Any:
 
 
 def _load(name: str, obj: Any, state: Any) -> None:
-    (getattr(obj, "load_state_dict", None) or obj.set_state)(_decode(state))
+    (getattr(obj, "load_state_dict", None) or obj.set_state)(decode(state))
 
 
 def _encode(value: Any, where: str, room: list[int]) -> Any:
@@ -116,15 +116,15 @@ def _base64(data: bytes, where: str, room: list[int]) -> str:
     return base64.b64encode(data).decode()
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
     """The inverse of _encode."""
     if isinstance(value, list):
-        return [_decode(v) for v in value]
+        return [decode(v) for v in value]
     if not isinstance(value, dict):
         return value
     kind = next(iter(value)) if len(value) == 1 else ""
     if not kind.startswith("$"):
-        return {k: _decode(v) for k, v in value.items()}
+        return {k: decode(v) for k, v in value.items()}
     content = value[kind]
     if kind == "$tensor":
         dtype, shape, text = content
@@ -140,6 +140,6 @@ def _decode(value: Any) -> Any:
     if kind == "$bytes":
         return base64.b64decode(content)
     if kind == "$tuple":
-        return tuple(_decode(v) for v in content)
-    pairs = {_decode(k): _decode(v) for k, v in content}
+        return tuple(decode(v) for v in content)
+    pairs = {decode(k): decode(v) for k, v in content}
     return collections.Counter(pairs) if kind == "$counter" else pairs

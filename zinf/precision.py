@@ -47,13 +47,18 @@ def wanted(model: nn.Module, names: Sequence[str], dtype: torch.dtype | None = N
     Raises:
         ConfigError: a name that nothing in the model has.
     """
+    return {name: t for name, t in named(model, names, dtype).items() if t.dtype in HALF}
+
+
+def named(model: nn.Module, names: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """As `wanted`, whatever dtype they have now."""
     chosen: dict[str, torch.Tensor] = {}
     for name in names:
         found = _asked_by(model, dtype or _dtype(model)) if name == AUTO else _named(model, name)
         if not found and name != AUTO:
             raise ConfigError(f"keep_in_fp32: {type(model).__name__} has no {name}; give a class of modules, a pattern of names such as '*.norm', or {AUTO}")
         chosen.update(found)
-    return {name: t for name, t in chosen.items() if t.dtype in HALF}
+    return chosen
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -191,6 +191,12 @@ class Stepper:
 
         self._sum_jobs[index] = self.parts.fetcher.submit(Job([NormItem(grads.shard, grads.arrived, found)], f"norm of {grads.shard.name}"))
 
+    def grads_changed(self, shard: Shard) -> None:
+        """Someone is about to put other values in place of the grads of `shard` that wait in host memory: their squares are summed again."""
+        job = self._sum_jobs.pop(shard.index, None)
+        if job is not None:
+            job.wait_over()
+
     # -- step ---------------------------------------------------------------------------------------------------------------
 
     def _spec(self, shard: Shard, seen: Sequence[bool], scale: float) -> StepSpec:

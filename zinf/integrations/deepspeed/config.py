@@ -5,7 +5,8 @@
     found.training      what a loop needs beside them     found.report    a line for each key: honoured, ignored
 
 A file that works with DeepSpeed gets the same effective values; where DeepSpeed is strict about what does no harm, there is a line in the report. What
-would give other numbers than DeepSpeed's is refused, all of it in one error. An unknown key is an error that names the nearest one.
+would give other numbers than DeepSpeed's is refused, all of it in one error. An unknown key is an error that names the nearest one, and where DeepSpeed
+ignores what it does not know (the top level, aio and some more: LENIENT) a line of the report that warns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from zinf.config import Config, convert
 from zinf.errors import ConfigError
-from zinf.integrations.deepspeed.keys import AUTO_IS_DEFAULT, DTYPES, FILL_ONLY, FILLS, KEYS, REQUIRED, SCHEDULERS, SECTIONS, Entry, canonical
+from zinf.integrations.deepspeed.keys import AUTO_IS_DEFAULT, DTYPES, FILL_ONLY, FILLS, KEYS, LENIENT, REQUIRED, SCHEDULERS, SECTIONS, Entry, canonical
 from zinf.integrations.deepspeed.reading import brief
 
 SHOWN = 8  # errors in one message
@@ -31,6 +32,7 @@ class Line:
     value: Any
     kind: str  # honoured | ignored
     said: str
+    warns: bool = False  # it may be a mistake
 
     def __str__(self) -> str:
         return f"{self.key}: {brief(self.value)}  {self.kind}: {self.said}"
@@ -101,7 +103,9 @@ class _Given:
         entry = KEYS.get(key)
         if _is_comment(key):
             return
-        if entry is None:
+        if entry is None and key.rpartition(".")[0] in LENIENT and key not in SECTIONS:
+            self.report.append(Line(key, value, "ignored", f"DeepSpeed ignores it, too: {self._unknown(key)}", warns=True))
+        elif entry is None:
             self.errors.append(f"{brief(key)}: {'expected a section with keys and values' if key in SECTIONS else self._unknown(key)}")
         elif key in self._seen and self._seen[key] != value:
             self.errors.append(f"{key} is there under two names: keep one")
@@ -168,6 +172,8 @@ def _leaves(node: Any, section: str = "") -> Iterator[tuple[str, Any]]:
         key = canonical(f"{section}{name}")
         if key in SECTIONS and isinstance(value, Mapping):
             yield from _leaves(value, key + ".")
+        elif key == "zero_optimization" and isinstance(value, bool):  # of the first versions: stage 1, or none
+            yield "zero_optimization.stage", value
         elif not (key in SECTIONS and key not in KEYS and value is None):
             yield key, value
 
@@ -272,6 +278,8 @@ def _optimizer(given: _Given, t: Translation) -> None:
     t.config["optimizer"] = name
     if "optimizer.params.lr" not in given.waiting:
         t.config.setdefault("lr", _OPTIMIZERS[name])
+    if name == "lion" and "optimizer.params.betas" not in given.waiting:
+        t.config.setdefault("betas", (0.9, 0.999))  # DeepSpeed's; the paper's second is 0.99
     if name == "adamw" and given.get("optimizer.params.torch_adam") and "optimizer.params.weight_decay" not in given.waiting:
         t.config.setdefault("weight_decay", 0.01)
 

@@ -49,7 +49,7 @@ def ignored(why: str, *keys: str) -> dict[str, Entry]:
 REQUIRED = "required"
 _WARMUP: dict[str, Any] = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": "log"}
 SCHEDULERS: dict[str, dict[str, Any]] = {
-    "WarmupLR": _WARMUP,
+    "WarmupLR": {**_WARMUP, "warmup_max_lr": None},  # None: the optimizer's own
     "WarmupDecayLR": {"total_num_steps": REQUIRED, **_WARMUP},
     "WarmupCosineLR": {"total_num_steps": REQUIRED, "warmup_min_ratio": 0.0, "warmup_num_steps": 1000, "cos_min_ratio": 1e-4, "warmup_type": "log"},
     "LRRangeTest": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000, "lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False},
@@ -68,6 +68,8 @@ _SWITCHES = ("lr_range_test_staircase", "cycle_momentum")
 def _schedule_hint(name: str) -> Any:
     if name == "warmup_type":
         return Literal["log", "linear"]
+    if name.endswith(("_lr", "_mom")):
+        return float | tuple[float, ...]  # one for all parameter groups, or one for each
     return bool if name in _SWITCHES else int | None if name.endswith(_WHOLE) else float
 
 
@@ -214,6 +216,16 @@ KEYS: dict[str, Entry] = {
 
 SECTIONS = {key.rsplit(".", n)[0] for key in KEYS for n in range(1, key.count(".") + 1)}
 AUTO_IS_DEFAULT = ("zero_optimization.", "fp16.", "bf16.", "data_types.keep_in_fp32_modules")  # beginnings of keys
+LENIENT = (
+    "",
+    "aio",
+    "activation_checkpointing",
+    "checkpoint",
+    "flops_profiler",
+    "data_types",
+    "optimizer",
+    "scheduler",
+)  # where DeepSpeed ignores unknown keys
 MOVED = {"bfloat16": "bf16", "zero_optimization.aio": "aio"}  # sections that are elsewhere in some files
 
 

@@ -1,0 +1,1 @@
+"""deepspeed.ops: optimizers that a script builds and gives to `initialize`. They describe; the engine steps."""
