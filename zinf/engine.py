@@ -180,12 +180,7 @@ class Engine:
             NonFiniteError: more than `max_skipped_steps` steps in a row had gradients that are not finite.
             CommitError: this step is made, and an earlier one could not be committed, nor will this be before there is room.
         """
-        self.health.check_usable(idle=True)
-        self.trace.computing("fix the step", -1)
-        self.conductor.learn()
-        with self.health.noting():
-            self.progress.ask_late()
-            self.stepper.prepare()
+        self._prepare_step()
         with self.health.noting(Exception, KeyboardInterrupt):
             done = self.stepper.step()
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
@@ -205,6 +200,23 @@ class Engine:
         self.trace.stepped(done.step)
         self.committer.check()
         return done
+
+    def _prepare_step(self) -> None:
+        self.health.check_usable(idle=True)
+        self.trace.computing("fix the step", -1)
+        self.conductor.learn()
+        with self.health.noting():
+            self.progress.ask_late()
+            self.stepper.prepare()
+
+    def grad_norm(self) -> float:
+        """The global L2 norm of the unscaled grads that the coming `step` will use, before clipping; nan or inf where one is not finite.
+
+        Raises:
+            EngineError: no backward since the last step.
+        """
+        self._prepare_step()
+        return self.stepper.norm()
 
     def zero_grad(self) -> None:
         """Drop the grads summed since the last step."""

@@ -165,7 +165,7 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], max_shard_si
         return
     averaged = averages.averaged(engine) if ema else frozenset()
     origin, module = engine.origin, engine.module
-    names, buffers = (origin.names, origin.buffers_of(module)) if origin is not None else (None, None)
+    names, buffers = (origin.names, origin.buffers_of(module)) if origin is not None else (None, dict(persistent(module)))
     read = engine.memory.parts.records.read
     export_safetensors(folder, engine.layout, read, names=names, buffers=buffers, max_shard_size=max_shard_size, dtype=dtype, averaged=averaged)
     save_extras(engine, module, folder, dtype)

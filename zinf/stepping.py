@@ -159,6 +159,8 @@ class Stepper:
         last = self._micro_step + 1 >= self.config.gradient_accumulation_steps
         if last or grads.away is not None:  # squares are summed before the grads leave
             self._sum_squares(grads)
+        else:
+            self._sum_jobs.pop(grads.shard.index, None)  # of a norm that was asked for before these
         if last and self.mode == "backward" and shard is not self.root:
             self._step_early(grads)
         else:
@@ -254,6 +256,10 @@ class Stepper:
                 if g.away is not None:
                     g.away.wait()  # grads that did not get there are found before the step begins
         self._waiting = waiting
+
+    def norm(self) -> float:
+        """The norm that `step` will find, after `prepare`."""
+        return total_norm(self._sums[g.shard.index] for g in self._waiting) / self.scaler.scale
 
     def step(self) -> StepStats:
         """Fix this step, after `prepare`. See Engine.step."""
