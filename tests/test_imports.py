@@ -48,11 +48,12 @@ LAYERS = [
     {"grads", "streaming", "compiling", "recompute", "optimizer", "checkpoint", "commit"},
     {"memory", "editing", "averages", "stored"},
     {"residency"},
+    {"planner"},
     {"stepping", "report", "reading", "saves", "merging", "recovery"},
     {"health", "progress"},
     {"conductor"},
     {"engine"},
-    {"hf", "integrations", "planner", "data", "loader", "train", "cli", "__main__"},
+    {"hf", "integrations", "data", "loader", "train", "cli", "__main__"},
 ]
 # Beside that, from its own layer:
 SIDEWAYS = {
@@ -75,13 +76,12 @@ SIDEWAYS = {
     "integrations": {"hf"},
     "loader": {"data"},
     "train": {"data", "hf"},
-    "planner": {"hf"},
-    "cli": {"train", "data", "hf", "planner", "integrations"},
+    "cli": {"train", "data", "hf", "integrations"},
     "__main__": {"cli"},
 }
 NATIVE = {"_aio": "aio", "_ops": "ops"}  # compiled module -> the only part that may import it
 WITHOUT_TORCH = {"errors", "layout", "config", "schedule", "trace", "data", "train", "cli", "__main__"}  # where they are imported, not when they run
-TRANSFORMERS = {"hf", "integrations", "planner", "train", "cli"}  # only there, and only when they run
+TRANSFORMERS = {"hf", "integrations", "train", "cli"}  # only there, and only when they run
 
 
 def layer(part: str) -> int:

@@ -16,7 +16,7 @@ from zinf import cli, layout, memory, placement
 from zinf.engine import Engine
 from zinf.errors import BudgetError, ConfigError
 from zinf.placement import Tier
-from zinf.planner import cost, machine
+from zinf.planner import advice, cost, machine
 from zinf.planner.cost import Traffic, Workload
 from zinf.planner.machine import Machine
 from zinf.planner.model import Facts, active_parameters
@@ -53,8 +53,11 @@ def placed(weights: Tier, state: Tier, slabs: int = 1, **more: object) -> placem
     return dataclasses.replace(plan, weights=(weights,) * BLOCKS, state=(state,) * BLOCKS, slabs=(one,), **more)  # type: ignore[arg-type]
 
 
+NARROW = placement.Request(direct=False)
+
+
 def step_of(plan: placement.Plan, deferred: bool = True, tokens: int = 1000) -> Traffic:
-    forward, backward = cost.phases(facts(), plan, Workload(batch=1, seq=tokens), deferred, False, False)
+    forward, backward = cost.phases(facts(), plan, Workload(batch=1, seq=tokens), deferred, NARROW)
     return forward + backward
 
 
@@ -114,7 +117,7 @@ def test_grads_that_wait_on_nvme_are_written_and_read() -> None:
 
 def test_frozen_weights_are_read_and_never_written() -> None:
     still = facts(trainable=False)
-    forward, backward = cost.phases(still, placed(Tier.NVME, Tier.NVME, slabs=0), Workload(batch=1, seq=1), True, False, False)
+    forward, backward = cost.phases(still, placed(Tier.NVME, Tier.NVME, slabs=0), Workload(batch=1, seq=1), True, NARROW)
     t = forward + backward
     assert (t.nvme_read, t.nvme_write, t.d2h) == (4 * BLOCKS * N, 0, 0)
     assert cost.store_nbytes(still) == 2 * BLOCKS * N and cost.store_nbytes(facts()) == 24 * BLOCKS * N
@@ -123,7 +126,7 @@ def test_frozen_weights_are_read_and_never_written() -> None:
 def test_stepping_under_backward_moves_the_optimizer_there() -> None:
     plan = placed(Tier.HOST, Tier.NVME)
     for deferred, forward, backward in ((True, 10 * BLOCKS * N, 0), (False, 0, 10 * BLOCKS * N)):
-        phases = cost.phases(facts(), plan, Workload(batch=1, seq=1), deferred, False, False)
+        phases = cost.phases(facts(), plan, Workload(batch=1, seq=1), deferred, NARROW)
         assert tuple(p.nvme_write for p in phases) == (forward, backward)
 
 
@@ -143,9 +146,10 @@ def test_experts_count_by_how_many_are_chosen() -> None:
         {"weights": "nvme", "state": "nvme", "max_grad_norm": 1.0, "grads": "nvme"},
     ],
 )
-def test_an_engine_moves_the_bytes_that_are_forecast(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_an_engine_moves_the_bytes_that_are_forecast(tmp_path: Path, device: str, options: dict[str, Any]) -> None:
     tiny = llama(tied=False, num_hidden_layers=8)
-    with Engine(tiny, nvme_path=str(tmp_path), leaf_bytes=LEAF_BYTES, chunk_size=16384, device="sim", **HYPER, **options) as engine:
+    with Engine(tiny, nvme_path=str(tmp_path), leaf_bytes=LEAF_BYTES, chunk_size=16384, device=device, **HYPER, **options) as engine:
         moved = []
         for first in (0, 2, 4):
             train(engine, first + 2, first=first)
@@ -154,8 +158,8 @@ def test_an_engine_moves_the_bytes_that_are_forecast(tmp_path: Path, options: di
             moved.append(engine.stats())
         root = next((i for i, s in enumerate(engine.shards) if s is engine.memory.root), None)
         there = Facts("tiny", engine.layout, root, (), 8, 1, engine.layout.numel)
-        asked, plan = memory.request(engine.config, True, False, engine.step_mode), engine.memory.plan
-        forward, backward = cost.phases(there, plan, Workload(batch=4, seq=24), engine.step_mode == "deferred", asked.grads_wide, asked.pass_wide)
+        asked, plan = memory.request(engine.config, True, device == "cpu", engine.step_mode), engine.memory.plan
+        forward, backward = cost.phases(there, plan, Workload(batch=4, seq=24), engine.step_mode == "deferred", asked)
         said = forward + backward + cost.commit(there, plan, engine._commit_every)
     for key, bytes_ in (("bytes_read", said.nvme_read), ("bytes_written", said.nvme_write)):
         assert (moved[2][key] - moved[1][key]) / 2 == pytest.approx(bytes_, rel=0.01)  # grads of the root never leave; it is small
@@ -165,8 +169,8 @@ def test_an_engine_moves_the_bytes_that_are_forecast(tmp_path: Path, options: di
 
 
 def test_seconds_are_bytes_over_rates_and_reads_and_writes_share_the_drives() -> None:
-    t = Traffic(flops=3e12, h2d=4e9, d2h=1e9, dram=8e9, nvme_read=8e9, nvme_write=3e9)
-    assert cost.times(t, BOX) == {"compute": 3.0, "h2d": 2.0, "d2h": 0.5, "dram": 2.0, "nvme": 5.0}
+    t = Traffic(flops=3e12, h2d=4e9, d2h=1e9, dram=8e9, nvme_read=8e9, nvme_write=3e9, stepped=6e9)
+    assert cost.times(t, BOX) == {"compute": 3.0, "optimizer": 1.5, "h2d": 2.0, "d2h": 0.5, "dram": 2.0, "nvme": 5.0}
     assert cost.times(t, dataclasses.replace(BOX, drives=2))["nvme"] == 2.5
 
 
@@ -204,10 +208,10 @@ def test_more_host_memory_moves_less() -> None:
 def test_suggestions_are_the_best_and_help() -> None:
     small = dataclasses.replace(BOX, host_memory=100 * 10**6, dram=40e9)
     now = cost.forecast(facts(), small, Workload(batch=1, seq=100))
-    found = cost.suggestions(facts(), now)
+    found = advice.suggestions(facts(), now)
     assert 1 <= len(found) <= 3 and [s.gain for s in found] == sorted((s.gain for s in found), reverse=True)
     assert now.limiter == "nvme" and found[-1].gain >= 1.01
-    tried = {text: (m, w) for text, m, w in cost.changes(small, now.workload)}
+    tried = {text: (m, w) for text, m, w in advice.changes(small, now.workload)}
     for s in found:
         assert cost.forecast(facts(), *tried[s.change]).tokens_per_second == s.gain * now.tokens_per_second
 
@@ -236,8 +240,6 @@ def test_machines() -> None:
     assert machine.load("rtx4090.yaml") == machine.load("rtx4090")
     with pytest.raises(ConfigError, match="no such file, and no machine that is shipped; did you mean 'rtx4090'"):
         machine.load("rtx409")
-    with pytest.raises(ConfigError, match=r"not measured yet: give --machine .* rtx4090"):
-        machine.load(None)
 
 
 def test_a_machine_of_ones_own(tmp_path: Path) -> None:
@@ -282,7 +284,6 @@ def test_a_folder_with_nothing_but_a_config(tmp_path: Path, capsys: pytest.Captu
     [
         ("hidden_size: 64", ["--machine", "a100"], "has no model_type: write the keys"),
         ("model_type: lama", ["--machine", "a100"], "no usable config.json"),
-        (LLAMA_70B, [], "give --machine"),
         (LLAMA_70B, ["--machine", "rtx3090", "--host-memory", "1GiB"], "host_memory"),
     ],
 )

@@ -38,7 +38,6 @@ from zinf.discover import check_model, discover, layout_of, may_train
 from zinf.errors import EngineError
 from zinf.health import Health
 from zinf.optimizer import Optimizer, make_groups
-from zinf.placement import Tier
 from zinf.progress import Progress
 from zinf.recompute import TakeOver, recomputed
 from zinf.report import plan_lines, report, stats
@@ -48,8 +47,6 @@ from zinf.stored import basis_of
 from zinf.streaming import stream
 
 log = logging.getLogger("zinf")
-
-COMMIT_EVERY_RESIDENT = 50  # steps between commits where state lives in host memory, since a commit then writes all of it
 
 
 class Engine:
@@ -491,10 +488,7 @@ class Engine:
 
     @property
     def _commit_every(self) -> int:
-        if self.config.commit_every is not None:
-            return self.config.commit_every
-        resident = any(t is not Tier.NVME for i, t in enumerate(self.memory.plan.state) if self.shards[i] is not self.memory.root)
-        return COMMIT_EVERY_RESIDENT if resident else 1
+        return memory.commit_every(self.config, self.memory.plan, self.memory.root.index if self.memory.root is not None else None)
 
     def restore_rng(self) -> None:
         """Set the random number generators of python, numpy, torch and its devices to the resumed commit's. No-op if nothing was resumed.

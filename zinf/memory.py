@@ -41,6 +41,7 @@ from zinf.trace.recorder import Recorder, trace_path
 log = logging.getLogger("zinf")
 
 STATE_SLOTS = 8  # chunks of state in flight: enough to read, step and write at once, with a few ahead
+COMMIT_EVERY_RESIDENT = 50  # steps between commits where state lives in host memory, since a commit then writes all of it
 LOOKAHEAD = 2  # shards fetched ahead of the one that computes
 
 
@@ -314,6 +315,13 @@ def check_budgets(config: Config, model: layout.Model, units: Sequence[Unit]) ->
     on_nvme = bool(config.nvme_path)
     mode = choose_step_mode(config, on_nvme, scaling.scales(config, model))
     plan_for(model, units, config, on_nvme, config.device != "sim", mode)
+
+
+def commit_every(config: Config, plan: Plan, root: int | None) -> int:
+    """Steps between two commits; 0: only when asked."""
+    if config.commit_every is not None:
+        return config.commit_every
+    return COMMIT_EVERY_RESIDENT if any(t is not Tier.NVME for i, t in enumerate(plan.state) if i != root) else 1
 
 
 def choose_step_mode(config: Config, on_nvme: bool, scaled: bool) -> str:
