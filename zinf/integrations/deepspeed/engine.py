@@ -257,7 +257,10 @@ class DeepSpeedEngine(Accessors):
         self, load_dir: str, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-        """Go on from a checkpoint of save_checkpoint, or of zinf.Engine's. Returns (its path, client_state); (None, None) if `load_dir` names none."""
+        """Go on from a checkpoint of save_checkpoint, of zinf.Engine's, or of DeepSpeed's own (ZeRO-1, 2, 3, universal; any number of ranks).
+
+        Returns (its path, client_state); (None, None) if `load_dir` names none.
+        """
         if custom_load_fn is not None:
             raise EngineError("custom_load_fn is not there in zinf, which loads record by record: change the weights afterwards under engine.zinf.gather")
         return saving.load(self, load_dir, tag, load_optimizer_states and not load_module_only, load_lr_scheduler_states, load_module_only)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from zinf.checkpoint import tags
 from zinf.errors import EngineError
+from zinf.integrations.deepspeed import zero_files
+from zinf.integrations.deepspeed.importing import load_into
 from zinf.objects import decode
 from zinf.tiers import manifest
 
@@ -57,6 +59,8 @@ def _name_latest(folder: str, tag: str | None) -> None:
 
 def load(engine: DeepSpeedEngine, folder: str, tag: str | None, states: bool, schedule: bool, module_only: bool) -> tuple[str | None, dict[str, Any] | None]:
     """See DeepSpeedEngine.load_checkpoint."""
+    if zero_files.is_deepspeed(folder, None if tag is None else str(tag)):
+        return _load_theirs(engine, folder, tag, states, schedule, module_only)
     if tag is None and _latest(folder) is None and tags.load(os.path.abspath(folder)) is None:
         log.warning("%s has no file %r, so nothing is loaded: give a tag, or another folder", folder, tags.LATEST)
         return None, None
@@ -68,6 +72,19 @@ def load(engine: DeepSpeedEngine, folder: str, tag: str | None, states: bool, sc
         _take_objects(engine, path, schedule and not module_only, not module_only)
     client, counters.client = counters.client, {}
     return path, client
+
+
+def _load_theirs(engine: DeepSpeedEngine, folder: str, tag: str | None, states: bool, schedule: bool, module_only: bool) -> tuple[str, dict[str, Any]]:
+    """The same of a checkpoint that DeepSpeed itself has written."""
+    source = zero_files.ZeroCheckpoint(folder, None if tag is None else str(tag))
+    load_into(engine.zinf, source, states=states)
+    saved, own = source.saved, engine.lr_scheduler
+    if schedule and not module_only and own is not None and saved.get("lr_scheduler"):
+        own.load_state_dict(saved["lr_scheduler"])
+    if not module_only:
+        engine._counters.samples = int(saved.get("global_samples", 0))
+        engine._counters.micro_steps = int(saved.get("global_steps", 0)) * engine.settings.accumulation
+    return source.where, source.client
 
 
 @contextlib.contextmanager
