@@ -214,6 +214,7 @@ def open_engine(config: TrainConfig, fresh: bool, watch: Watch) -> EngineLike:
         overwrite=fresh,
         chunk_size=e.chunk_size if e.chunk_size != Config.chunk_size else None,
         blocks=e.blocks,
+        leaf_bytes=e.leaf_bytes,
         crash_safe=e.crash_safe,
         optimizer=e.optimizer,
         momentum=e.momentum,

@@ -234,6 +234,7 @@ def from_pretrained(
     ignore_unexpected: bool = False,
     chunk_size: int | None = None,
     blocks: Sequence[str] | None = None,
+    leaf_bytes: int | None = None,
     crash_safe: bool = True,
     optimizer: str = "adamw",
     momentum: float | None = None,
@@ -263,7 +264,7 @@ def from_pretrained(
             state in the store: give False for a model that gets adapters.
         ignore_unexpected: go on if the checkpoint has tensors that the model has not.
         chunk_size: elements of a chunk; default: that of Config, or of the store that is resumed.
-        blocks: class names of the blocks, see discover().
+        blocks, leaf_bytes: class names of the blocks, and the size from which on a layer travels by itself, see discover(); as for the engine.
         optimizer, momentum, ema_decay: what the engine will be given: what a new store has room for follows from them.
         progress: called with (bytes imported, bytes in all).
         fits: called with layout and units before anything is imported; raises if there is no point in it.
@@ -279,11 +280,12 @@ def from_pretrained(
     drives = [nvme_path] if isinstance(nvme_path, (str, os.PathLike)) else list(nvme_path)
     paths = [os.path.join(os.fspath(drive), run_name or Config.run_name) for drive in drives]
     resume = resume and os.path.lexists(os.path.join(paths[0], MANIFEST))
-    units = discover(model, blocks)
+    leaf_bytes = leaf_bytes or Config.leaf_bytes
+    units = discover(model, blocks, leaf_bytes)
     source, names = open_source(model, folder, ignore_unexpected=ignore_unexpected)
     fresh = initialise_missing(model, names, {name for unit in units if unit.block for name, _ in unit.params})
     if fresh:
-        units = discover(model, blocks)
+        units = discover(model, blocks, leaf_bytes)
     with source:
         values = WithFresh(source, ModuleSource(model, fresh)) if fresh else source
         keeps = moments(Config(optimizer=optimizer, momentum=momentum, ema_decay=ema_decay))  # type: ignore[arg-type]

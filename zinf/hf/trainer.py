@@ -35,7 +35,7 @@ from zinf.config import Config
 from zinf.discover import may_train
 from zinf.engine import Engine
 from zinf.errors import ConfigError, EngineError
-from zinf.hf import arguments
+from zinf.hf import arguments, trl
 from zinf.hf.metrics import Meter
 from zinf.stored import basis_of
 from zinf.tiers.manifest import MANIFEST
@@ -71,12 +71,12 @@ class ZinfTrainerMixin(_Trainer):
         self._zinf_engine: Engine | None = None
         self._zinf_meter: Meter | None = None
         self._zinf_resume = False
-        _refuse(kwargs)
+        _refuse(args, kwargs)
         for value in (*args, *kwargs.values()):
             if isinstance(value, TrainingArguments):  # some trainers work for long before they look at them
                 arguments.check(value)
+        trl.settle_reference(type(self), args, kwargs)
         super().__init__(*args, **kwargs)
-        self.model._is_accelerate_prepared = True  # accelerate neither moves nor wraps nor compiles it
         self.add_callback(_Skips(self))
 
     @property
@@ -114,6 +114,11 @@ class ZinfTrainerMixin(_Trainer):
         ]
         resume = self._zinf_resume and _has_store(model, config)
         engine = Engine(model, config, param_groups=[g for g in groups if g["params"]], resume=resume)
+        try:
+            trl.take_head(engine, args.device)
+        except BaseException:
+            engine.close()
+            raise
         for line in engine.plan():
             log.info("%s", line)
         return engine
@@ -150,6 +155,7 @@ class ZinfTrainerMixin(_Trainer):
         arguments.check(self.args)
         arguments.adjust(self.args)
         super().create_accelerator_and_postprocess()
+        self.model._is_accelerate_prepared = True  # accelerate neither moves nor wraps nor compiles it
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """bf16 is autocast, as ever. The scaler of fp16 is the engine's."""
@@ -201,6 +207,12 @@ class ZinfTrainerMixin(_Trainer):
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.accelerator.autocast():
             return super().prediction_step(*args, **kwargs)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's: of a reference that is the model itself."""
+        _ = self.engine
+        self.model.eval()
+        return super()._precompute_ref_logps(*args, **kwargs)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------------
 
@@ -266,8 +278,10 @@ class _Skips(TrainerCallback):
         self._skipped = skipped
 
 
-def _refuse(kwargs: Mapping[str, Any]) -> None:
+def _refuse(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments of a trainer that the engine stands in for."""
+    if isinstance(model := kwargs.get("model", args[0] if args else None), str):
+        raise ConfigError(f"model={model!r} would be loaded into memory as a whole: give zinf.from_pretrained({model!r}, nvme_path=...)")
     if kwargs.get("model_init") is not None:
         raise ConfigError("model_init: an engine keeps to one model; build it first, and give model=")
     if (kwargs.get("optimizers") or (None,))[0] is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
