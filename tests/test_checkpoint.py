@@ -21,6 +21,7 @@ from torch import nn
 from zinf import checkpoint, layout, ops
 from zinf.aio import open_engine
 from zinf.checkpoint import Part, exporting, staging
+from zinf.checkpoint import folder as exports
 from zinf.chunks import DTYPES
 from zinf.errors import CheckpointError
 from zinf.tiers.nvme import Store
@@ -388,7 +389,7 @@ def test_every_misfit_is_listed(tmp_path):
 def test_pickles_are_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     message = refused(make_layout("bf16"), tmp_path)
-    assert "pytorch_model.bin" in message and f"M.from_pretrained('{tmp_path}', dtype='auto').save_pretrained('NEW_FOLDER')" in message
+    assert "pytorch_model.bin" in message and f"convert them once, to {tmp_path}-safetensors: python -c" in message
     assert refused(make_layout("bf16"), tmp_path / "nowhere") == f"{tmp_path / 'nowhere'} is not a folder"
     (tmp_path / "pytorch_model.bin").unlink()
     assert "has neither model.safetensors nor" in refused(make_layout("bf16"), tmp_path)
@@ -725,8 +726,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path, large, how):
 def test_what_a_killed_export_has_left_is_removed_by_the_next(tmp_path):
     (tmp_path / ".model.safetensors.1.tmp").write_bytes(b"of one that was killed")
     (tmp_path / ".model.notes.2.tmp").write_bytes(b"of somebody else")
-    with exporting._Folder(str(tmp_path)) as living:
-        living.add("model-00001-of-00002.safetensors", [], {})
-        with exporting._Folder(str(tmp_path)):
+    with exports.Folder(str(tmp_path)) as living:
+        living.create("model-00001-of-00002.safetensors", b"")
+        with exports.Folder(str(tmp_path)):
             left = sorted(os.listdir(tmp_path))
     assert left == [f".model-00001-of-00002.safetensors.{os.getpid()}.tmp", ".model.notes.2.tmp"]

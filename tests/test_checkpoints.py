@@ -458,7 +458,8 @@ def test_export_without_the_model(tmp_path, capsys):
         a, b = (load_file(tmp_path / f / "model.safetensors") for f in (own, out))
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out32").dtype == torch.float32
-    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "no")]) == 1 and "no checkpoint" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "live")]) == 0  # the store itself
+    assert (tmp_path / "live/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
 
 
 def test_inspect_and_clean_know_checkpoints(tmp_path, straight, capsys):

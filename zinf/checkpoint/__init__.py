@@ -11,7 +11,8 @@ Nothing here knows transformers; zinf.hf.loading brings the names. See [Note: th
 
 from zinf.checkpoint.exporting import export_safetensors
 from zinf.checkpoint.importing import import_nbytes, import_tensors
+from zinf.checkpoint.resuming import import_store
 from zinf.checkpoint.sources import ModuleSource, Reader, SafetensorsSource, Source, check
 from zinf.checkpoint.staging import Part
 
-__all__ = ["ModuleSource", "Part", "Reader", "SafetensorsSource", "Source", "check", "export_safetensors", "import_nbytes", "import_tensors"]
+__all__ = ["ModuleSource", "Part", "Reader", "SafetensorsSource", "Source", "check", "export_safetensors", "import_nbytes", "import_store", "import_tensors"]

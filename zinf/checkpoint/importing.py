@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -26,6 +27,8 @@ def import_tensors(
     buffer: torch.Tensor | None = None,
     progress: Progress | None = None,
     apart: Collection[tuple[int, int]] = (),
+    there: Collection[tuple[int, int, int]] = (),
+    wrote: Callable[[int, int, int], None] | None = None,
 ) -> None:
     """Write every chunk of `model` from `source`: parameters in their places, zeros everywhere else.
 
@@ -38,6 +41,8 @@ def import_tensors(
         buffer: memory to stage in, page-aligned uint8 of import_nbytes(model) bytes; None allocates what is needed and frees it.
         progress: called with (bytes of weights written, bytes in all).
         apart: (shard, run)s that are there already.
+        there: (shard, run, chunk)s that are there already, of other runs.
+        wrote: called with (shard, run, chunk) when a chunk is written.
 
     Raises:
         CheckpointError: the source does not fit the model; lists every misfit, before the first write.
@@ -47,18 +52,17 @@ def import_tensors(
     states = any(_needs_state(run, readers[p.name]) for shard in model.shards for run in shard.runs for p in run.params)
     workers = Workers()
     importer = _Importer(model, readers, write, workers)
-    jobs = [
-        (s, r, chunk) for s, shard in enumerate(model.shards) for r, run in enumerate(shard.runs) if (s, r) not in apart for chunk in run.chunks(model.chunk)
-    ]
+    runs = [(s, r) for s, shard in enumerate(model.shards) for r in range(len(shard.runs)) if (s, r) not in apart]
+    jobs = [(s, r, chunk) for s, r in runs for chunk in model.chunks(s, r) if (s, r, chunk.index) not in there]
     total = sum(shard.weights_nbytes for shard in model.shards)
-    done = 0
-    try:
-        for s, r, chunk in Stream(make_slots(model, states, buffer), importer.fill, importer.write).run(jobs):
+    done = sum(chunk.length * model.shards[s].runs[r].mode.weights_bytes for s, r in runs for chunk in model.chunks(s, r) if (s, r, chunk.index) in there)
+    with contextlib.closing(workers), contextlib.closing(Stream(make_slots(model, states, buffer), importer.fill, importer.write).run(jobs)) as stream:
+        for s, r, chunk in stream:
             done += chunk.length * model.shards[s].runs[r].mode.weights_bytes
+            if wrote is not None:
+                wrote(s, r, chunk.index)
             if progress is not None:
                 progress(done, total)
-    finally:
-        workers.close()
 
 
 Job = tuple[int, int, layout.Chunk]  # (shard, run, chunk)

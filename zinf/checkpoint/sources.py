@@ -6,11 +6,15 @@ with pread into the caller's buffer and dropped from the page cache behind it: n
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
+import hashlib
 import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -26,9 +30,21 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # what c
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-CONVERT = (  # with the folder
-    "convert them once: python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{}', dtype='auto').save_pretrained('NEW_FOLDER')\""
-)
+PICKLED = re.compile(r"(pytorch_model|model|consolidated).*\.(bin|pt|pth|ckpt)(\.index\.json)?")
+
+
+def convert(folder: str) -> str:
+    """How a user gets from a folder of pickled weights to one that can be read, as a command; transformers loads with weights_only."""
+    made = "AutoModelForCausalLM"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError), open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+        if re.fullmatch(r"\w+", name := json.load(f)["architectures"][0]):
+            made = name
+    where, out = os.path.abspath(folder), os.path.abspath(folder) + "-safetensors"
+    code = f"import sys; from transformers import {made} as M; a, b = sys.argv[1:]; M.from_pretrained(a, dtype='auto').save_pretrained(b)"
+    if any(os.path.isfile(os.path.join(folder, name)) for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
+        code += "; from transformers import AutoTokenizer as T; T.from_pretrained(a).save_pretrained(b)"
+    command = shlex.join(["python", "-c", code, where, out])
+    return f"pickled weights can run code, so zinf opens safetensors only; convert them once, to {shlex.quote(out)}: {command}"
 
 
 class Reader(Protocol):
@@ -173,6 +189,13 @@ class SafetensorsSource:
             used.update([parts] if isinstance(parts, str) else [part.name for part in parts])
         return [name for name in self.tensors if name not in used]
 
+    def mark(self) -> str:
+        """Of the files as they are now (names, sizes, times of change, inodes), their headers, and what is read from where; another one means other values."""
+        of_files = [[os.path.basename(path), (info := os.fstat(fd)).st_size, info.st_mtime_ns, info.st_ino] for path, fd in sorted(self._fds.items())]
+        of_tensors = [[t.name, t.dtype, t.shape, os.path.basename(t.path), t.begin] for _, t in sorted(self.tensors.items())]
+        of_names = {name: parts if isinstance(parts, str) else [dataclasses.astuple(p) for p in parts] for name, parts in self.names.items()}
+        return hashlib.sha256(json.dumps([of_files, of_tensors, of_names], sort_keys=True).encode()).hexdigest()[:16]
+
     def close(self) -> None:
         """Close the files; idempotent."""
         while self._fds:
@@ -195,9 +218,8 @@ def _files(where: str) -> tuple[list[str], dict[str, str]]:
     if not os.path.isfile(index):
         if not os.path.isdir(where):
             raise CheckpointError(f"{where} is not a folder")
-        pickled = sorted(f for f in os.listdir(where) if re.fullmatch(r"(pytorch_model|model|consolidated).*\.(bin|pt|pth|ckpt)(\.index\.json)?", f))
-        if pickled:
-            raise CheckpointError(f"{where} has pickled weights ({pickled[0]}), which zinf does not open; {CONVERT.format(where)}")
+        if pickled := sorted(filter(PICKLED.fullmatch, os.listdir(where))):
+            raise CheckpointError(f"{where} has no safetensors but {pickled[0]}; {convert(where)}")
         raise CheckpointError(f"{where} has neither {SINGLE} nor {INDEX}")
     try:
         with open(index, encoding="utf-8") as f:

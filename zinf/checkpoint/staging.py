@@ -14,7 +14,7 @@ import mmap
 import os
 import queue
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -184,8 +184,8 @@ class Stream(Generic[Job]):
         self._first: deque[tuple[Job, Slot, Pending]] = deque()
         self._second: deque[tuple[Job, Slot, Pending]] = deque()
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[Job]:
-        """Yield each job when both of its stages are over. On an error nothing is left in flight when it is raised."""
+    def run(self, jobs: Iterable[Job]) -> Generator[Job, None, None]:
+        """Yield each job when both of its stages are over. On an error, and when it is closed, nothing is left in flight."""
         try:
             for job in jobs:
                 if len(self._first) == self._ahead:

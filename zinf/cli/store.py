@@ -1,4 +1,4 @@
-"""`zinf inspect PATH` and `zinf clean PATH`: what runs have left on a drive; `zinf export`: a checkpoint for everybody else."""
+"""`zinf inspect PATH` and `zinf clean PATH`: what runs have left on a drive."""
 
 from __future__ import annotations
 
@@ -32,23 +32,6 @@ def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     p.add_argument("paths", nargs="+", metavar="PATH", help="a store, or a folder that holds some")
     p.add_argument("--yes", action="store_true", help="remove committed stores too, without asking")
     p.set_defaults(run=clean)
-    p = commands.add_parser(
-        "export", parents=parents, help="a checkpoint as a Hugging Face folder",
-        description="Write the weights of a checkpoint as a Hugging Face folder, with config and tokenizer of the model that it began with.",
-    )  # fmt: skip
-    p.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or the folder that engine.save_checkpoint was given (its last one)")
-    p.add_argument("out", metavar="OUT", help="folder to write to")
-    p.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="of the weights; fp32 is the full master (default: as they were trained)")
-    p.set_defaults(run=export)
-
-
-def export(args: argparse.Namespace) -> int:
-    from zinf.hf.exporting import export_checkpoint
-
-    _must_exist([args.checkpoint])
-    for file in export_checkpoint(args.checkpoint, args.out, dtype=args.dtype):
-        print(f"wrote {file}")
-    return 0
 
 
 def inspect(args: argparse.Namespace) -> int:

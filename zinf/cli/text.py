@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 def colour() -> bool:
@@ -45,3 +46,17 @@ def seconds(s: float) -> str:
 def rate(r: float) -> str:
     """Bytes a second, decimal as drives and buses are sold: 2.34 GB/s, 870 MB/s."""
     return f"{r / 1e9:.1f} GB/s" if r >= 1e10 else f"{r / 1e9:.2f} GB/s" if r >= 1e9 else f"{r / 1e6:.0f} MB/s"
+
+
+@contextlib.contextmanager
+def bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar of bytes on stderr, nothing where that is no terminal; yields what is called with (bytes done, bytes in all)."""
+    from tqdm import tqdm
+
+    with tqdm(desc=f"  {what}", disable=None, dynamic_ncols=True, unit="B", unit_scale=True, leave=False) as shown:
+
+        def progress(done: int, total: int) -> None:
+            shown.total = total
+            shown.update(done - shown.n)
+
+        yield progress

@@ -27,8 +27,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zinf import layout, measured
 from zinf.aio import open_engine
 from zinf.algorithms import moments
-from zinf.checkpoint import SafetensorsSource, check, import_tensors
-from zinf.checkpoint.sources import ModuleSource, Source, WithFresh
+from zinf.checkpoint import SafetensorsSource, check, import_store
+from zinf.checkpoint.sources import PICKLED, ModuleSource, WithFresh, convert
 from zinf.checkpoint.staging import Progress
 from zinf.config import Config
 from zinf.discover import Unit, discover, layout_of
@@ -60,6 +60,7 @@ class Origin:
     names: dict[str, Where]  # parameter -> its place in exported files, in their order
     buffers: dict[str, str]  # persistent buffer -> its name in exported files
     files: tuple[str, ...]  # to be copied at save, relative to the folder
+    persistent: dict[str, tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=dict)  # persistent buffer -> (dtype, shape)
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict for a manifest: of the names, only those that differ."""
@@ -68,6 +69,7 @@ class Origin:
             "files": list(self.files),
             "names": {k: v if isinstance(v, str) else [dataclasses.astuple(p) for p in v] for k, v in self.names.items() if k != v},
             "buffers": {k: v for k, v in self.buffers.items() if k != v},
+            "persistent": self.persistent,
         }
 
     def buffers_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -88,6 +90,9 @@ def resolve(name_or_dir: str | os.PathLike[str], *, revision: str | None = None,
     name = os.fspath(name_or_dir)
     if os.path.isdir(name):
         return name
+    if os.path.isfile(name):
+        how = f"; {convert(os.path.dirname(name) or '.')}" if PICKLED.fullmatch(os.path.basename(name)) else ""
+        raise ConfigError(f"{name} is a file: give the folder that it is in, with its config.json{how}")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         raise ConfigError(f"{name} is not a folder, and not a hub id (owner/name)")
     import huggingface_hub
@@ -247,9 +252,10 @@ def from_pretrained(
 ) -> nn.Module:
     """A transformers model whose weights are in a store, ready for zinf.Engine. Host memory: a few chunks.
 
-    The checkpoint is checked in full before the store is made. The model has `zinf_origin` (Origin); until an engine takes
-    it, an operation on a parameter reads it from the store (zinf.stored), so adapters can be put around layers, and embeddings resized.
-    Parameters outside of the blocks that the checkpoint has not (a new head) are initialised as transformers does, and named in the log.
+    An import that was killed goes on where it was. The checkpoint is checked in full before the store is made. The model has
+    `zinf_origin` (Origin); until an engine takes it, an operation on a parameter reads it from the store (zinf.stored), so adapters can
+    be put around layers, and embeddings resized. Parameters outside of the blocks that the checkpoint has not (a new head) are
+    initialised as transformers does, and named in the log.
 
     Args:
         name_or_dir: a folder, or a hub id.
@@ -297,9 +303,13 @@ def from_pretrained(
         if resume:
             plan = _reuse(paths, plan, chunk_size is None, backend)
         stateful = frozenset(p.name for shard in plan.shards for run in shard.runs if run.trainable for p in run.params)
-        origin = Origin(folder, tuple(paths), plan.chunk, stateful, names.save, names.buffers, extra_files(folder))
+        origin = Origin(os.path.abspath(folder), tuple(paths), plan.chunk, stateful, names.save, names.buffers, extra_files(folder), _describe(model))
         if not resume:
-            _import(plan, values, origin, crash_safe, overwrite, backend, progress)
+            with contextlib.closing(open_engine(backend, **measured.io_options(paths, None, None))) as io:
+                import_store(
+                    paths, plan, values, io, mark=source.mark(), extra={"origin": origin.to_json()}, crash_safe=crash_safe, overwrite=overwrite, anew=fresh,
+                    shares=measured.shares(paths), progress=progress,
+                )  # fmt: skip
     make_placeholders(model)
     for name, p in model.named_parameters():
         if name in fresh:  # the store has the values now
@@ -318,18 +328,6 @@ def _reuse(paths: Sequence[str], plan: layout.Model, any_chunk: bool, backend: s
                 expect = dataclasses.replace(plan, chunk=store.model.chunk)
         Store.open(paths, io, verify="off", expect=expect, writable=False).close()
     return expect
-
-
-def _import(
-    plan: layout.Model, source: Source, origin: Origin, crash_safe: bool, overwrite: bool, backend: str, progress: Progress | None
-) -> None:  # fmt: skip
-    """A new committed store with the weights of `source`."""
-    with (
-        contextlib.closing(open_engine(backend, **measured.io_options(origin.paths, None, None))) as io,
-        contextlib.closing(Store.create(origin.paths, plan, io, crash_safe=crash_safe, shares=measured.shares(origin.paths), overwrite=overwrite)) as store,
-    ):
-        import_tensors(plan, source, store.write, progress=progress)
-        store.commit(0, {"origin": origin.to_json()})
 
 
 def initialise_missing(model: Any, names: Names, inside: Collection[str]) -> list[str]:
@@ -367,6 +365,10 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         if name not in parameters and isinstance(tensor, torch.Tensor):
             found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
+
+
+def _describe(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (str(b.dtype).removeprefix("torch."), tuple(b.shape)) for name, b in persistent_buffers(model).items()}
 
 
 def make_placeholders(model: nn.Module) -> None:

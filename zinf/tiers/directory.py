@@ -23,6 +23,7 @@ from zinf.tiers import manifest
 log = logging.getLogger("zinf")
 
 LOCK = "lock"
+IMPORT = "import.json"  # see partial.py
 DATA = ("weights", "state", "frozen")  # the files of layout.place
 SCRATCH = ("grads", "activations")  # the files of scratch.Scratch: there for an instant, before they lose their names
 _SLACK = 8 << 20  # bytes a store may need beyond its data on each path: manifest, its successor, directory blocks
@@ -153,7 +154,8 @@ def disk_usage(path: str) -> int:
 
 def own_files() -> tuple[str, ...]:
     """Every name a store may use in its directory, in the order of removal: what makes it a store goes first, what marks it as ours last."""
-    return (manifest.MANIFEST, manifest.MANIFEST + manifest.TMP, manifest.RESERVE, *DATA, *SCRATCH, manifest.MEMBER + manifest.TMP, manifest.MEMBER)
+    first = (manifest.MANIFEST, manifest.MANIFEST + manifest.TMP, IMPORT, IMPORT + manifest.TMP)
+    return (*first, manifest.RESERVE, *DATA, *SCRATCH, manifest.MEMBER + manifest.TMP, manifest.MEMBER)
 
 
 def empty(path: str) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import array
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import operator
@@ -39,7 +40,7 @@ import torch
 from zinf import layout
 from zinf.errors import StoreError
 from zinf.layout import STATE, WEIGHTS, Key
-from zinf.tiers import directory, manifest, opening, scrub, snapshot
+from zinf.tiers import directory, manifest, opening, partial, scrub, snapshot
 from zinf.tiers.chunk import Busy, Entry, Ticket, check_tensor, checksum
 from zinf.tiers.leftovers import clean, inspect
 from zinf.tiers.manifest import UNWRITTEN, LayoutText, Manifest
@@ -53,6 +54,7 @@ log = logging.getLogger("zinf")
 
 Items = Sequence[tuple[Key, torch.Tensor]]
 
+_EITHER = bytes.maketrans(b"\x01", b"\x00")  # whichever of its two places a chunk is in
 _RESERVE_UNIT = 1 << 16  # bytes: a manifest may grow by as much before its reserve is made anew
 
 
@@ -96,6 +98,7 @@ class Store:
             for i, (key, where) in enumerate(placement.places.items())
         }
         self._dirty: dict[int, Entry] = {}  # written since the commit, by index
+        self._kept: dict[int, Entry] = {}  # before the first commit: those that keep() was given, by index
         self._changed = threading.Condition()  # _exclusive or _queued changed; writers and committers wait for their turn
         self._exclusive = False  # a commit, rollback or verify runs: no write may start
         self._queued = 0  # writes that wait for it to end
@@ -213,6 +216,42 @@ class Store:
             opening.say_what_is_lost(paths)
         return store
 
+    @classmethod
+    def go_on(
+        cls,
+        paths: Sequence[str],
+        model: layout.Model,
+        io: aio.IoEngine,
+        *,
+        mark: Any,
+        crash_safe: bool = True,
+        direct: bool | str = "auto",
+        progress: scrub.Progress | None = None,
+    ) -> Store | None:
+        """The store of an import that was interrupted, at step -1, with what `keep` has noted of it and every byte of that compared.
+
+        None where there is nothing of this model and `mark` to go on from, or where it is not what was written: create() then begins anew.
+
+        Raises:
+            StoreError: in use.
+        """
+        if (found := partial.taken_up(opening.real_paths(paths), model, crash_safe, mark)) is None:
+            return None
+        paths, lock, noted = found
+        placement = layout.place(model, noted.shares, 2 if crash_safe else 1)
+        with contextlib.ExitStack() as undo:
+            undo.callback(lock.release)
+            try:
+                opening.check_versions(paths[0], noted, placement)
+                files = opening.open_files(paths, placement, io, undo, direct=direct, write=True)
+                store = cls(paths, files, io, lock, noted, placement, verify="resume", writable=True)
+                store.verify(progress)
+            except (StoreError, OSError) as e:
+                log.warning("the import into %s begins anew: %s", paths[0], e)
+                return None
+            undo.pop_all()
+        return store
+
     @property
     def step(self) -> int:
         return self._committed.step
@@ -231,6 +270,10 @@ class Store:
         for entry in self._entries.values():
             for offset in entry.offsets:
                 yield entry.file.path, offset, entry.key
+
+    def contents(self) -> str:
+        """A digest of the committed step: its checksums."""
+        return hashlib.sha256(self._committed.versions.translate(_EITHER) + self._committed.sums.tobytes()).hexdigest()[:16]
 
     # ---- moving bytes
 
@@ -399,6 +442,26 @@ class Store:
             self._dirty.clear()
             self._thawed = False
             self._counts["commits"] += 1
+            partial.forget(self.paths[0])
+
+    def keep(self, keys: Sequence[Key], mark: Any) -> None:
+        """Before the first commit: make chunks durable whose writes are over, and note all that were ever given, for `go_on`.
+
+        May run on another thread, beside writes of other chunks. What is noted must not be written again before the commit.
+
+        Raises:
+            OSError: a write or sync failed, or there is no room for the note; what was noted before still is.
+        """
+        entries = [self._entry(key) for key in keys]
+        with self._changed:
+            self._check_writable()
+            if self.step >= 0:
+                raise StoreError(f"the store at {self.paths[0]} is committed: a commit is what keeps its chunks")
+            dirty = list(self._dirty.values())
+        self._settle_writes(entries)
+        self._sync(dirty)
+        self._kept.update((entry.index, entry) for entry in entries)
+        partial.note(self.paths[0], self._committed, self._kept.values(), mark, self._text)
 
     def _sync(self, dirty: Sequence[Entry]) -> None:
         """fdatasync every file with a dirty chunk, all at once. Raises the first OSError, after all are over."""
@@ -487,6 +550,10 @@ class Store:
     def snapshot(self) -> snapshot.Snapshot:
         """The committed step, kept from being overwritten until the snapshot is closed. See snapshot.py."""
         return snapshot.take(self)
+
+    def written(self) -> list[Key]:
+        """The chunks that have been written ever."""
+        return [key for key, entry in self._entries.items() if entry.newest != UNWRITTEN]
 
     def digest(self, key: Key) -> int | None:
         """The checksum of the newest version of a chunk; None if it was never written."""

@@ -149,7 +149,8 @@ def load(paths: Sequence[str]) -> Manifest:
         committed = manifest.load(paths[0])
     except FileNotFoundError:
         raise StoreError(
-            f"the store at {paths[0]} was never committed: it ended while it was being created; remove it with zinf clean and import again"
+            f"the store at {paths[0]} was never committed: it ended while it was being imported; "
+            "give the same import again, which goes on with it, or remove it with zinf clean"
         ) from None
     if committed.uuid != manifest.load_member(paths[0]).uuid or len(committed.shares) != len(paths):
         raise StoreError(f"{os.path.join(paths[0], manifest.MANIFEST)} belongs to another store than {manifest.MEMBER} beside it")
