@@ -38,7 +38,7 @@ def test_help_names_every_command_and_each_has_its_own(capsys) -> None:
         cli.main(["--help"])
     assert e.value.code == 0
     top = capsys.readouterr().out
-    for command in ("demo", "train", "plan", "env", "inspect", "clean"):
+    for command in ("demo", "train", "report", "plan", "env", "inspect", "clean"):
         assert re.search(rf"^    {command} +\w", top, re.M)
         with pytest.raises(SystemExit) as e:
             cli.main([command, "--help"])

@@ -245,8 +245,12 @@ def test_what_has_no_cause_in_the_trace_stays_waiting():
 def test_the_sentence_names_the_limiter():
     events = [event(READ, 0, 8, 1, "fetch"), event(WAITING, 0, 8, 1, "fetch"), event(COMPUTE, 8, 10, 1)]
     said = summary(Timeline(events), Step(1, 0, 10)).sentence()
-    assert said == "The drive decided 80 % of the step and was busy for 80 % of it; compute was busy for 20 %. Compute stood still for 80 %, for fetch."
-    assert "Compute decided 100 %" in summary(Timeline([event(COMPUTE, 0, 10)]), Step(1, 0, 10)).sentence()
+    assert said == (
+        "The drive limits this step: it is 80 % of the critical path, and was busy for 80 % of the time; compute for 20 %. "
+        "Compute stood still for 80 %, for fetch."
+    )
+    alone = summary(Timeline([event(COMPUTE, 0, 10)]), Step(1, 0, 10)).sentence()
+    assert alone == "Compute limits this step: it is 100 % of the critical path, and was busy for 100 % of the time. Compute stood still for 0 %."
 
 
 def test_two_drives_have_a_lane_each(tmp_path):

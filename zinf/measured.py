@@ -234,6 +234,13 @@ def shares(paths: Sequence[str]) -> list[float] | None:
     return [rate / sum(rates) for rate in rates]
 
 
+def drives(paths: Sequence[str]) -> list[Drive]:
+    """What is known of each drive that `paths` lie on; nothing, unless all of them are known."""
+    known = list(_known(paths).values())
+    found = [drive for drive in known if drive is not None]
+    return found if len(found) == len(known) else []
+
+
 def _known(paths: Sequence[str]) -> dict[str, Drive | None]:
     """By drive."""
     if not paths:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zinf.layout import place
 from zinf.placement import Plan, Tier, human
+from zinf.residency import residency
 
 if TYPE_CHECKING:
     from zinf.config import Config
@@ -105,6 +106,7 @@ def stats(engine: Engine) -> dict[str, Any]:
         "seconds": {verb.value: s for verb, s in trace.busy.items()},
         "waited": {verb.value: s for verb, s in trace.waited.items()},
         "bytes": {**{verb.value: n for verb, n in trace.moved.items()}, "fetch": moved["bytes_read"], "flush": moved["bytes_written"]},
+        "resident": residency(engine.memory),
         "counts": dict(trace.counts),
         "bytes_read": moved["bytes_read"],
         "bytes_written": moved["bytes_written"],

@@ -13,12 +13,16 @@ import contextlib
 import dataclasses
 import math
 import os
+import resource
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 from zinf.config import Config, build, convert_fields, expand_path, option, read_file, require
 from zinf.data import DataConfig, Loader, Rows, find_files, tokenise
 from zinf.errors import ConfigError
+from zinf.trace.recorder import log_folder
+from zinf.trace.runlog import TRACE, RunLog
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,7 @@ class TrainConfig:
     engine: Config = dataclasses.field(default_factory=Config, metadata={"help": "section: everything the engine can be told"})
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig, metadata={"help": "section: the learning rate over time"})
     output: str | None = option(None, "folder for the trained model, a normal Hugging Face folder; none: keep it in the store only")
+    log: str | None = option(None, "folder for what zinf report reads: a line for each step, the trace; default: beside the store, run_name-log")
     dtype: Literal["bf16", "fp16", "fp32"] = option("bf16", "dtype of the weights (an fp32 master is always kept)")
     steps: int | None = option(None, "optimizer steps; default: as many as `epochs` has")
     epochs: float = option(1.0, "times through the data, where `steps` is not given")
@@ -67,8 +72,9 @@ class TrainConfig:
             value = getattr(self, key)
             require(value is None or value > 0, key, value, "a positive number")
         object.__setattr__(self, "model", _model_folder(self.model))
-        if self.output is not None:
-            object.__setattr__(self, "output", expand_path(self.output))
+        for key in ("output", "log"):
+            if getattr(self, key) is not None:
+                object.__setattr__(self, key, expand_path(getattr(self, key)))
         paths = tuple(expand_path(p) for p in self.engine.nvme_path)
         object.__setattr__(self, "engine", dataclasses.replace(self.engine, nvme_path=paths))
 
@@ -90,6 +96,12 @@ class TrainConfig:
                 raise ConfigError(f"{text!r}: write KEY=VALUE, such as steps=100 or engine.lr=2e-5")
             _set(values, key.strip().split("."), value.strip(), key)
         return build(cls, values, str(file))
+
+    def log_folder(self) -> str:
+        """Where the run's log is."""
+        if self.log is not None:
+            return self.log
+        return log_folder(os.path.join(self.engine.nvme_path[0], self.engine.run_name) if self.engine.nvme_path else self.engine.run_name)
 
 
 def _set(values: dict[str, Any], keys: list[str], text: str, whole: str) -> None:
@@ -190,6 +202,7 @@ class Result:
     evals: list[tuple[int, float]]
     stats: dict[str, Any]
     output: str | None
+    log: str = ""
 
 
 def open_engine(config: TrainConfig, fresh: bool, watch: Watch) -> EngineLike:
@@ -223,6 +236,8 @@ def open_engine(config: TrainConfig, fresh: bool, watch: Watch) -> EngineLike:
         progress=watch.importing,
         fits=lambda layout, units: check_budgets(e, layout, units),
     )
+    if e.trace is True:
+        e = dataclasses.replace(e, trace=os.path.join(config.log_folder(), TRACE))
     return Engine(model, e)
 
 
@@ -297,6 +312,7 @@ class _Run:
         self.evals: list[tuple[int, float]] = []
         self.begun = engine.global_step
         self.meter = _Meter(engine)
+        self.log = RunLog(config.log_folder(), fresh=engine.global_step == 0)
         if engine.global_step:
             self._resume(engine.extra)
 
@@ -320,8 +336,13 @@ class _Run:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
     def train(self, stop: Callable[[], bool]) -> Result:
+        with contextlib.closing(self.log):
+            return self._train(stop)
+
+    def _train(self, stop: Callable[[], bool]) -> Result:
         engine, every = self.engine, self.config.eval_every
         self.watch.plan(engine.plan())
+        self.log.write("begin", step=engine.global_step, steps=self.steps, **_about(self.config, engine))
         if engine.global_step == 0:
             self.evaluate()
         self.watch.begin(engine.global_step, self.steps)
@@ -340,13 +361,15 @@ class _Run:
             if self.config.output:
                 engine.save_pretrained(self.config.output)
         stats = {**self.meter.total, "steps": engine.global_step - self.begun, "params": engine.stats()["params"]}
-        return Result(engine.global_step, self.steps, finished, self.evals, stats, self.config.output if finished else None)
+        self.log.write("end", step=engine.global_step, finished=finished)
+        return Result(engine.global_step, self.steps, finished, self.evals, stats, self.config.output if finished else None, self.log.folder)
 
     def one_step(self) -> None:
         """All backwards of one optimizer step, and the step."""
         from zinf.heads import count_targets
 
         engine, config = self.engine, self.config
+        began, before = time.perf_counter(), self.meter.now()
         engine.train()
         lr = config.engine.lr * config.schedule.factor(engine.global_step, self.steps)
         for group in engine.optimizer.param_groups:
@@ -363,6 +386,9 @@ class _Run:
             tokens += batch["input_ids"].numel()
         done = engine.step(extra={"data": self.loader.state_dict(), "evals": [list(e) for e in self.evals], "settings": self._settings()})
         now = self.meter.now()
+        seconds = time.perf_counter() - began
+        values = {"loss": mean, "grad_norm": done.grad_norm, "lr": lr, "skipped": done.skipped, "tokens": tokens}
+        self.log.write("step", step=engine.global_step, seconds=seconds, **values, **_since(before, now), resident=engine.stats().get("resident"), rss=_rss())
         self.watch.step(Step(engine.global_step, self.steps, mean, lr, done.grad_norm, done.skipped, tokens, now["bytes_read"], now["bytes_written"]))
 
     def evaluate(self) -> None:
@@ -383,7 +409,32 @@ class _Run:
                 total += float(self.engine(**batch).loss) * targets
                 count += targets
         self.evals.append((step, total / count))
+        self.log.write("eval", step=step, loss=total / count)
         self.watch.evaluated(step, total / count)
+
+
+def _since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """What one step has added, by verb."""
+    names = {"seconds": "busy", "waited": "waited", "bytes": "bytes"}
+    return {name: {verb: round(n - before[key].get(verb, 0), 6) for verb, n in now[key].items()} for key, name in names.items()}
+
+
+def _rss() -> int:
+    """The largest resident set this process has had, bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _about(config: TrainConfig, engine: EngineLike) -> dict[str, Any]:
+    """What a report of the run wants to know beside its steps."""
+    from zinf import __version__, measured
+
+    drives = measured.drives(config.engine.nvme_path)
+    bounds = {f"nvme_{key}": sum(getattr(d, key) for d in drives) for key in ("read", "write", "both")} if drives else {}
+    recorder = getattr(getattr(engine, "trace", None), "recorder", None)
+    values = dataclasses.asdict(config)
+    values["engine"] = {f.name: v for f in dataclasses.fields(Config) if (v := getattr(config.engine, f.name)) != f.default}
+    about = {"version": __version__, "model": config.model, "params": engine.stats()["params"], "plan": engine.plan(), "bounds": bounds, "config": values}
+    return {**about, "trace": recorder.path if recorder is not None else None, "pid": os.getpid()}
 
 
 class _Meter:
@@ -392,7 +443,7 @@ class _Meter:
     def __init__(self, engine: EngineLike) -> None:
         self._engine = engine
         self._since: dict[str, Any] | None = None
-        self.total: dict[str, Any] = {"bytes_read": 0, "bytes_written": 0, "seconds": {}, "waited": {}}
+        self.total: dict[str, Any] = {"bytes_read": 0, "bytes_written": 0, "seconds": {}, "waited": {}, "bytes": {}}
 
     def start(self) -> None:
         self._since = self._engine.stats()
@@ -406,8 +457,8 @@ class _Meter:
             return self.total
         stats, since, total = self._engine.stats(), self._since, self.total
         new: dict[str, Any] = {key: total[key] + stats[key] - since[key] for key in ("bytes_read", "bytes_written")}
-        for key in ("seconds", "waited"):
-            new[key] = {verb: total[key].get(verb, 0.0) + s - since[key].get(verb, 0.0) for verb, s in stats[key].items()}
+        for key in ("seconds", "waited", "bytes"):
+            new[key] = {verb: total[key].get(verb, 0) + s - since.get(key, {}).get(verb, 0) for verb, s in stats.get(key, {}).items()}
         return new
 
     @contextlib.contextmanager

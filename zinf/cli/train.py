@@ -214,6 +214,7 @@ def report(result: Result, wall: float) -> None:
     pairs.append(("wall time", text.seconds(wall)))
     if result.output:
         pairs.append(("saved model", result.output))
+    pairs.append(("report", f"zinf report {shlex.quote(result.log)}"))
     text.rows(pairs)
     if stats["seconds"]:
         text.heading("Seconds per verb")

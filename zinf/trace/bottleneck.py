@@ -175,20 +175,31 @@ class Summary:
         """For people."""
         if not self.path:
             return "Nothing was recorded in this step."
-        share = {name: f"{100 * self.busy.get(name, 0.0) / self.seconds:.0f} %" for name in (self.limiter, COMPUTE)}
-        stood = sum(self.waited.values())
-        what = NAMES.get(self.limiter, f"the {self.limiter}")
-        text = f"{what[0].upper()}{what[1:]} decided {100 * self.path[self.limiter] / self.seconds:.0f} % of the step"
-        if self.limiter in self.busy:
-            text += f" and was busy for {share[self.limiter]} of it"
-        if self.limiter != COMPUTE:
-            text += f"; compute was busy for {share[COMPUTE]}"
+        limiter, stood = self.limiter, sum(self.waited.values())
+        what = _name(limiter)
+        text = f"{what[0].upper()}{what[1:]} limits this step: it is {self._percent(self.path[limiter])} of the critical path"
+        text += f", and was busy for {self._percent(self.busy[limiter])} of the time" if limiter in self.busy else ""
+        others = [name for name in (COMPUTE, NVME, LANES["step"]) if name != limiter and name in self.busy]
+        beside = ", ".join(f"{_name(name)} for {self._percent(self.busy[name])}" for name in others)
+        text += f"; {beside}" if beside else ""
         worst = max(self.waited, key=lambda verb: self.waited[verb], default="")
-        mostly = f", mostly for {worst}" if worst and self.waited[worst] < 0.95 * stood else f", for {worst}" if worst else ""
-        return f"{text}. Compute stood still for {100 * stood / self.seconds:.0f} %{mostly}."
+        mostly = f", {'mostly ' * (self.waited[worst] < 0.95 * stood)}for {worst}" if worst else ""
+        return f"{text}. Compute stood still for {self._percent(stood)}{mostly}."
+
+    def _percent(self, seconds: float) -> str:
+        return f"{100 * seconds / self.seconds:.0f} %"
 
 
-NAMES = {NVME: "the drive", COMPUTE: "compute", HANDOVER: "the work between the parts (Python, wake-ups)", WAITING: "waiting for what is not in the trace"}
+NAMES = {
+    NVME: "the drive",
+    LANES["step"]: "the CPU optimizer",
+    HANDOVER: "what lies between the parts (Python, wake-ups)",
+    WAITING: "waiting for what is not in the trace",
+}
+
+
+def _name(resource: str) -> str:
+    return NAMES.get(resource, resource if resource == COMPUTE else f"the lane {resource}")
 
 
 def summary(timeline: Timeline, step: Step) -> Summary:
