@@ -38,6 +38,7 @@ from zinf.discover import check_model, discover, layout_of, may_train
 from zinf.errors import EngineError
 from zinf.health import Health
 from zinf.optimizer import Optimizer, make_groups
+from zinf.planner.achieved import Achieved
 from zinf.progress import Progress
 from zinf.recompute import TakeOver, recomputed
 from zinf.report import plan_lines, report, stats
@@ -81,14 +82,14 @@ class Engine:
         basis = basis_of(model, self.origin.paths) if self.origin is not None else None  # if it is no longer what was imported
         stored = self.origin if basis is None else None
         stateful = memory.stateful(model, trained, memory.store_paths(config, basis), stored, resume)
-        self._units = discover(model, config.blocks, config.leaf_bytes, stateful)
+        self.units = discover(model, config.blocks, config.leaf_bytes, stateful)
         chunk = config.chunk_size if self.origin is None else self.origin.chunk_size
-        self.layout = layout_of(self._units, chunk, stateful, moments=moments(config, groups))
+        self.layout = layout_of(self.units, chunk, stateful, moments=moments(config, groups))
         scaled = scaling.scales(config, self.layout)
         self.step_mode = memory.choose_step_mode(config, self.origin is not None or bool(config.nvme_path), scaled)
         self._scaler = scaling.LossScaler(config, scaled)
         with contextlib.ExitStack() as stack:
-            self.memory = memory.build(self.layout, self._units, model, config, self.step_mode, stack, stored, resume, basis)
+            self.memory = memory.build(self.layout, self.units, model, config, self.step_mode, stack, stored, resume, basis)
             parts = self.memory.parts
             self.saver = Saver(parts.records, parts.state_slots, config)
             stack.callback(self.saver.stop)  # before the tiers that it reads
@@ -106,13 +107,14 @@ class Engine:
         model, config = self.module, self.config
         self.optimizer = Optimizer(self, groups)
         self.committer = Committer(self.memory.parts, self.shards)
-        self.conductor = Conductor(self.memory, self.committer, memory.guess_order(model, self._units), config.micro_batch_size)
+        self.conductor = Conductor(self.memory, self.committer, memory.guess_order(model, self.units), config.micro_batch_size)
         self.stepper = Stepper(self.memory, self.optimizer, self.committer, config, self.step_mode, self._scaler, _weak(self.conductor.fetch))
         self.health = Health(self.stepper, self._shutdown)
         self.conductor.stepper, self.conductor.health = self.stepper, self.health
         self.progress = Progress(model, self.committer, config.optimizer)
         self.progress.stepper, self.progress.optimizer = self.stepper, self.optimizer
-        self._take_over = TakeOver(model, self._units)
+        self.achieved = Achieved()
+        self._take_over = TakeOver(model, self.units)
         if self.memory.restored is not None:
             self.progress.restore(self.memory.restored)
         self._hook()
@@ -121,13 +123,13 @@ class Engine:
     def _hook(self) -> None:
         """Let the model compute from the shards."""
         conductor, stepper = weakref.proxy(self.conductor), weakref.proxy(self.stepper)
-        again = recomputed(self._units, self.config.recompute, self.config.keep_last)
+        again = recomputed(self.units, self.config.recompute, self.config.keep_last)
         self._undo.append(self._take_over.undo)
-        self._undo += kvcache.turn_off(self.module, [m for unit in self._units if unit.block for m in unit.modules])
+        self._undo += kvcache.turn_off(self.module, [m for unit in self.units if unit.block for m in unit.modules])
         self.fused_head = fused.find(self.module, self.config.fused_head, self.memory.parts.device.name, lambda: stepper.global_step)
         if self.fused_head is not None:
             self._undo.append(self.fused_head.install_below())
-        for shard, unit in zip(self.shards, self._units, strict=True):
+        for shard, unit in zip(self.shards, self.units, strict=True):
             for i, (*_, p) in enumerate(shard.params):
                 if self.optimizer.steps(p):
                     with _wanting_grad(p):
@@ -195,6 +197,7 @@ class Engine:
                 self.memory.root.wait_fetched()  # it is bound: whoever reads an adapter between two steps must not see half of one
         self.trace.idle()
         self.trace.stepped(done.step)
+        self.achieved.stepped(self)
         self.committer.check()
         return done
 
@@ -470,6 +473,8 @@ class Engine:
             if self.progress.marks.empty:
                 self.progress.mark()
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.dim()]
+        if torch.is_grad_enabled():
+            self.achieved.forward(tensors)
         self.conductor.begin_forward(tensors[0].shape[0] if tensors else None)
         root = self.memory.root
         if root is not None:

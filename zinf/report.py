@@ -99,7 +99,8 @@ def report(engine: Engine) -> dict[str, Any]:
 
 
 def stats(engine: Engine) -> dict[str, Any]:
-    """Totals since the engine was built. `seconds` is how long a verb was under way, `waited` how long compute stood still for it."""
+    """Totals since the engine was built. `seconds` is how long a verb was under way, `waited` how long compute stood still for it.
+    `forecast`: after ten steps, what the planner says of one and what it takes; None before, and where this machine is not measured."""
     trace, io = engine.trace, engine.memory.io
     moved = io.stats() if io is not None else {"bytes_read": 0, "bytes_written": 0}
     return {
@@ -113,4 +114,5 @@ def stats(engine: Engine) -> dict[str, Any]:
         "steps": engine.global_step,
         "skipped_steps": engine.skipped_steps,
         "params": engine.layout.numel,
+        "forecast": engine.achieved.comparison.as_json() if engine.achieved.comparison is not None else None,
     }

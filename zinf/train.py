@@ -311,6 +311,7 @@ class _Run:
         self.config, self.engine, self.loader, self.eval_rows, self.steps, self.watch = config, engine, loader, eval_rows, steps, watch
         self.evals: list[tuple[int, float]] = []
         self.begun = engine.global_step
+        self.told = False  # was the forecast compared with?
         self.meter = _Meter(engine)
         self.log = RunLog(config.log_folder(), fresh=engine.global_step == 0)
         if engine.global_step:
@@ -385,11 +386,19 @@ class _Run:
             mean += float(loss.detach()) * share
             tokens += batch["input_ids"].numel()
         done = engine.step(extra={"data": self.loader.state_dict(), "evals": [list(e) for e in self.evals], "settings": self._settings()})
+        self._tell_forecast()
         now = self.meter.now()
         seconds = time.perf_counter() - began
         values = {"loss": mean, "grad_norm": done.grad_norm, "lr": lr, "skipped": done.skipped, "tokens": tokens}
         self.log.write("step", step=engine.global_step, seconds=seconds, **values, **_since(before, now), resident=engine.stats().get("resident"), rss=_rss())
         self.watch.step(Step(engine.global_step, self.steps, mean, lr, done.grad_norm, done.skipped, tokens, now["bytes_read"], now["bytes_written"]))
+
+    def _tell_forecast(self) -> None:
+        """Once the engine has compared its steps with the plan."""
+        forecast = None if self.told else self.engine.stats().get("forecast")
+        if forecast is not None:
+            self.told = True
+            self.watch.note(forecast["text"])
 
     def evaluate(self) -> None:
         """The mean loss of a token over the held-out rows, once per step."""

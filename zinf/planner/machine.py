@@ -129,7 +129,7 @@ def this(book: Book, paths: Sequence[str]) -> Machine:
         direct=host.device_memory is None,
         sources=tuple(sources),
     )
-    return machine.with_drives(book, paths)
+    return machine.with_drives(book, paths) if paths else machine
 
 
 def _measured(book: Book, path: str) -> Drive:
