@@ -53,7 +53,7 @@ LAYERS = [
     {"health", "progress"},
     {"conductor"},
     {"engine"},
-    {"hf", "integrations", "data", "loader", "train", "cli", "__main__"},
+    {"hf", "integrations", "profiler", "data", "loader", "train", "cli", "__main__"},
 ]
 # Beside that, from its own layer:
 SIDEWAYS = {
@@ -73,7 +73,7 @@ SIDEWAYS = {
     "fused": {"errors", "heads"},
     "memory": {"stored"},
     "merging": {"reading"},
-    "integrations": {"hf"},
+    "integrations": {"hf", "profiler"},
     "loader": {"data"},
     "train": {"data", "hf"},
     "cli": {"train", "data", "hf", "integrations"},

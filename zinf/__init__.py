@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from zinf.hf.loading import from_pretrained
     from zinf.loader import ResumableLoader
     from zinf.optimizer import decay_groups
+    from zinf.profiler import profile
 
 __all__ = [
     "BudgetError",
@@ -48,10 +49,11 @@ __all__ = [
     "decay_groups",
     "from_pretrained",
     "linear_cross_entropy",
+    "profile",
 ]
 
 _HOMES = {"Engine": "zinf.engine", "from_pretrained": "zinf.hf.loading", "Config": "zinf.config", "ResumableLoader": "zinf.loader"}
-_HOMES.update(count_targets="zinf.heads", linear_cross_entropy="zinf.heads", decay_groups="zinf.optimizer")
+_HOMES.update(count_targets="zinf.heads", linear_cross_entropy="zinf.heads", decay_groups="zinf.optimizer", profile="zinf.profiler")
 _HOMES.update((name, "zinf.errors") for name in __all__ if name.endswith("Error"))
 
 

@@ -193,6 +193,10 @@ class Stepper:
 
         self._sum_jobs[index] = self.parts.fetcher.submit(Job([NormItem(grads.shard, grads.arrived, found)], f"norm of {grads.shard.name}"))
 
+    def hold(self) -> None:
+        """No backward from now on is a step's last, so none steps a shard, until zero_grad."""
+        self._micro_step = -(1 << 62)
+
     def grads_changed(self, shard: Shard) -> None:
         """Someone is about to put other values in place of the grads of `shard` that wait in host memory: their squares are summed again."""
         job = self._sum_jobs.pop(shard.index, None)

@@ -43,7 +43,8 @@ class Translation:
     """A DeepSpeed config in zinf's words.
 
     training: zero_stage, dtype (fp32, fp16, bf16; None where it is waiting), train_batch_size, train_micro_batch_size_per_gpu,
-    gradient_accumulation_steps (None where nothing says), dataloader_drop_last, scheduler: None or {"type", "params"}, defaults filled in.
+    gradient_accumulation_steps (None where nothing says), dataloader_drop_last, scheduler: None or {"type", "params"}, defaults filled in;
+    flops_profiler where it is enabled.
     waiting: key -> which names of `auto` it waits for.
     """
 
@@ -65,7 +66,7 @@ def translate(ds: Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -
         given.take(key, value)
     given.raise_errors()
     t = Translation({}, {"zero_stage": int(given.get("zero_optimization.stage", 0))}, given.waiting, given.report)
-    for part in (_options, _precision, _batches, _clipping, _optimizer, _schedule, _places):
+    for part in (_options, _precision, _batches, _clipping, _optimizer, _schedule, _profiler, _places):
         part(given, t)
     try:
         Config.from_dict(t.config)
@@ -299,6 +300,12 @@ def _schedule(given: _Given, t: Translation) -> None:
         if default is REQUIRED and name not in params and name not in waiting:
             raise ConfigError(f"{prefix}{name} is missing: {kind} needs it")
     t.training["scheduler"] = {"type": kind, "params": {name: params.get(name, default) for name, default in own.items() if name not in waiting}}
+
+
+def _profiler(given: _Given, t: Translation) -> None:
+    prefix = "flops_profiler."
+    if given.get(prefix + "enabled"):
+        t.training["flops_profiler"] = {key.removeprefix(prefix): value for key, value in given.values.items() if key.startswith(prefix)}
 
 
 def _places(given: _Given, t: Translation) -> None:

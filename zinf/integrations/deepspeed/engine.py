@@ -22,6 +22,7 @@ from torch import nn
 from zinf.engine import Engine
 from zinf.errors import EngineError
 from zinf.integrations.deepspeed import saving
+from zinf.integrations.deepspeed.profiling import StepProfile
 from zinf.integrations.deepspeed.settings import Accessors, Settings
 
 log = logging.getLogger("zinf")
@@ -57,6 +58,7 @@ class DeepSpeedEngine(Accessors):
         self._in_backward = self._in_step = self._inside_no_sync = False
         self._backwards = 0  # since the last step
         self._norm: float | None = None
+        self._profile = StepProfile(settings.profiler)
         self._applied = False
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         if scheduler is not None and hasattr(scheduler, "state_dict"):
@@ -66,6 +68,8 @@ class DeepSpeedEngine(Accessors):
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        if torch.is_grad_enabled():
+            self._profile.begin(self.module, self.global_steps)
         out = self.zinf(*inputs, **kwargs)
         if torch.is_grad_enabled() and self.settings.accumulation > 1:
             self._divide_later(out)
@@ -93,6 +97,7 @@ class DeepSpeedEngine(Accessors):
             self.zinf.scale(loss).backward(retain_graph=retain_graph)
         finally:
             self._in_backward = False
+            self._profile.end()
         self._backwards += 1
         return loss
 
@@ -120,6 +125,7 @@ class DeepSpeedEngine(Accessors):
         self._check_steps("step")
         if self._inside_no_sync:
             raise EngineError("step() within no_sync(): end the block first")
+        self._profile.end()
         self._in_step, self._applied = True, False
         try:
             if self.is_gradient_accumulation_boundary():

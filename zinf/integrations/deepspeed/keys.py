@@ -141,6 +141,13 @@ KEYS: dict[str, Entry] = {
     "aio.queue_depth": as_option("queue_depth", int),
     "aio.intra_op_parallelism": as_option("io_threads", int),
     "aio.thread_count": honoured("io_threads, where intra_op_parallelism is not given", int),
+    "flops_profiler.enabled": honoured("one step is counted; its table goes to the log, or to output_file", bool),
+    "flops_profiler.profile_step": honoured("which step is counted", int),
+    "flops_profiler.module_depth": honoured("how deep its table goes; -1: all", int),
+    "flops_profiler.top_modules": honoured("how many of the largest kinds of module are named", int),
+    "flops_profiler.detailed": honoured("with a row for each module", bool),
+    "flops_profiler.output_file": honoured("where its table is written", str),
+    **ignored("what is recomputed is counted, and apart", "flops_profiler.recompute_fwd_factor"),
     # what would change the numbers
     "zero_optimization.zenflow": refused("leave it out: each step of zinf is over before its weights are used"),
     "zero_optimization.zero_quantized_weights": refused(_EXACT),
@@ -200,7 +207,6 @@ KEYS: dict[str, Entry] = {
     **ignored("the data that a loader gives is used as it is", "data_efficiency"),
     **ignored(
         _LOGS, "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "timers", "comet",
-        "flops_profiler.{enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file}",
         "tensorboard.{enabled output_path job_name}", "wandb.{enabled group team project}", "csv_monitor.{enabled output_path job_name}",
     ),
     **ignored(

@@ -25,6 +25,7 @@ class Settings:
     steps_per_print: int | None
     optimizer_name: str | None
     scheduler: dict[str, Any] | None
+    profiler: dict[str, Any]  # flops_profiler, with its defaults; empty where it is not enabled
 
     @classmethod
     def of(cls, given: dict[str, Any], t: Translation, dtype: str) -> Settings:
@@ -44,6 +45,7 @@ class Settings:
             steps_per_print=int(steps) if isinstance(steps, (int, float)) and not isinstance(steps, bool) else None,
             optimizer_name=t.config.get("optimizer") if "optimizer" in given else None,
             scheduler=training["scheduler"],
+            profiler=training.get("flops_profiler", {}),
         )
 
     def section(self, name: str) -> Mapping[str, Any]:
@@ -135,4 +137,4 @@ class Accessors:
         return bool(self.settings.given.get("wall_clock_breakdown", False))
 
     def flops_profiler_enabled(self) -> bool:
-        return self.settings.section("flops_profiler").get("enabled", False) is True
+        return bool(self.settings.profiler)
