@@ -17,7 +17,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 import zinf
 from zinf.engine import Engine
-from zinf.errors import ConfigError, EngineError
+from zinf.errors import ConfigError, EngineError, StoreError
 from zinf.hf.trainer import STATE, ZinfSeq2SeqTrainer, ZinfTrainer, last_whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -249,7 +249,7 @@ def test_save_only_model_and_its_best(tmp_path):
         ours.train()
         assert ours.evaluate()["eval_loss"] == min(h["eval_loss"] for h in ours.state.log_history if "eval_loss" in h)
         assert not os.path.exists(tmp_path / "out" / "checkpoint-3" / STATE)
-        with pytest.raises(EngineError, match="no checkpoint to go on from"):
+        with pytest.raises(EngineError, match="no checkpoint to go on from, nor has the store"):
             ours.train(resume_from_checkpoint=True)
 
 
@@ -258,6 +258,29 @@ def test_a_checkpoint_of_another_trainer(tmp_path):
     plain.train()
     with trainer(tmp_path) as ours, pytest.raises(ConfigError, match="has no zinf_state: it was saved by another trainer"):
         ours.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
+
+
+@DEVICES
+@pytest.mark.parametrize("saves", ["no", "steps"])
+def test_a_run_killed_between_checkpoints_loses_no_step(tmp_path, device, saves):
+    """It goes on from the store's last commit, bit for bit: with random numbers in the model, and an evaluation between."""
+    args = dict(save_strategy=saves, save_steps=4, max_steps=8, eval_strategy="steps", eval_steps=3)
+    more = {"eval_dataset": rows(4)}
+    with trainer(tmp_path / "whole", dropping(), options(tmp_path / "whole", device=device), more=more, **args) as whole:
+        whole.train()
+        want, snapshot = history(whole), engine_snapshot(whole.engine)
+    more["callbacks"] = [StopAt(6, RuntimeError("killed"))]
+    killed = trainer(tmp_path / "killed", dropping(), options(tmp_path / "killed", device=device), more=more, **args)
+    with pytest.raises(RuntimeError, match="killed"):
+        killed.train()
+    killed.engine._release()  # nothing is committed any more
+    more = {"eval_dataset": rows(4), "callbacks": [StopAt(0, None)]}
+    with trainer(tmp_path / "killed", dropping(), options(tmp_path / "killed", device=device), more=more, **args) as again:
+        again.train(resume_from_checkpoint=True)
+        assert again._initial_global_step >= 5
+        assert history(again)[-2:] == want[-2:]
+        assert len(history(again)) == (2 if saves == "no" else 6)
+        assert_same(engine_snapshot(again.engine), snapshot)
 
 
 # -- the life of a run --------------------------------------------------------------------------------------------------------------
@@ -275,7 +298,9 @@ def test_ctrl_c_leaves_whole_steps(tmp_path):
         assert ours.engine.memory.parts.records.store.step == 3
         ours.callback_handler.remove_callback(StopAt)
         ours.train(resume_from_checkpoint=True)
-        assert history(ours)[2:] == want[2:]
+        assert ours._initial_global_step == 3 and history(ours) == want[:2] + want[3:]  # the third was logged after the checkpoint
+    with pytest.raises(StoreError, match=r"an earlier run has its store at .*train\(resume_from_checkpoint=True\)"):
+        trainer(tmp_path, llama()).train()
 
 
 def test_train_goes_on_where_it_was(tmp_path):

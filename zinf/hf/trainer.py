@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import tempfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,10 @@ from zinf import memory
 from zinf.config import Config
 from zinf.discover import may_train
 from zinf.engine import Engine
-from zinf.errors import ConfigError, EngineError
+from zinf.errors import ConfigError, EngineError, StoreError
 from zinf.hf import arguments, trl
 from zinf.hf.metrics import Meter
+from zinf.hf.resuming import Progress
 from zinf.stored import basis_of
 from zinf.tiers.manifest import MANIFEST
 
@@ -71,13 +73,15 @@ class ZinfTrainerMixin(_Trainer):
         self._zinf_engine: Engine | None = None
         self._zinf_meter: Meter | None = None
         self._zinf_resume = False
+        self._zinf_progress = Progress(self)
+        self._zinf_store: str | None = None  # stands for a checkpoint while training goes on from the store itself
         _refuse(args, kwargs)
         for value in (*args, *kwargs.values()):
             if isinstance(value, TrainingArguments):  # some trainers work for long before they look at them
                 arguments.check(value)
         trl.settle_reference(type(self), args, kwargs)
         super().__init__(*args, **kwargs)
-        self.add_callback(_Skips(self))
+        self.add_callback(_Steps(self))
 
     @property
     def engine(self) -> Engine:
@@ -85,8 +89,10 @@ class ZinfTrainerMixin(_Trainer):
         if self._zinf_engine is not None and self._zinf_engine.module is not self.model:
             self.close()
         if self._zinf_engine is None:
-            self._zinf_engine = self._build_engine()
-            self._zinf_meter = Meter(self._zinf_engine)
+            self._zinf_engine = engine = self._build_engine()
+            self._zinf_meter = Meter(engine)
+            self._zinf_progress.found = {}
+            engine.register("trainer", self._zinf_progress, late=True)
         return self._zinf_engine
 
     def close(self) -> None:
@@ -112,8 +118,13 @@ class ZinfTrainerMixin(_Trainer):
             {"params": [p for name, p in named if name in decayed], "weight_decay": args.weight_decay},
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ]
-        resume = self._zinf_resume and _has_store(model, config)
-        engine = Engine(model, config, param_groups=[g for g in groups if g["params"]], resume=resume)
+        store = _own_store(model, config)
+        if store is not None and not self._zinf_resume:
+            raise StoreError(
+                f"an earlier run has its store at {store}: go on from it with train(resume_from_checkpoint=True), or for a new run give another run_name "
+                "in zinf=, or remove it with `zinf clean`"
+            )
+        engine = Engine(model, config, param_groups=[g for g in groups if g["params"]], resume=store is not None)
         try:
             trl.take_head(engine, args.device)
         except BaseException:
@@ -126,29 +137,50 @@ class ZinfTrainerMixin(_Trainer):
     # -- training -----------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Trainer.train. With True it goes on from the last checkpoint that is whole: one that was being written when the process was killed is passed over."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_whole(self.args.output_dir)
+        """Trainer.train.
+
+        With True it goes on from the store, if the store is further than the last checkpoint that is whole, else from that. A checkpoint that was being
+        written when the process was killed is passed over.
+        """
         self._zinf_resume = bool(resume_from_checkpoint)
+        if resume_from_checkpoint is True:
+            last = last_whole(self.args.output_dir)
+            _ = self.engine
+            if self._zinf_progress.further_than(last):
+                with tempfile.TemporaryDirectory() as self._zinf_store:
+                    self._zinf_progress.write(self._zinf_store, last)
+                    return self._train(self._zinf_store, *args, **kwargs)
+            if last is None:
+                raise EngineError(f"{self.args.output_dir} has no checkpoint to go on from, nor has the store: call train() without resume_from_checkpoint")
+            resume_from_checkpoint = last
+        self._zinf_progress.found = {}
+        if not resume_from_checkpoint and self.optimizer is None and self.engine.global_step:
+            log.warning("the store is at step %d, and a new run begins from there; train(resume_from_checkpoint=True) goes on", self.engine.global_step)
+        return self._train(resume_from_checkpoint, *args, **kwargs)
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            result = super().train(resume_from_checkpoint, *args, **kwargs)
+            result = super().train(*args, **kwargs)
         except KeyboardInterrupt:
             self._settle()
             raise
+        finally:
+            self._zinf_store = None
+        self._zinf_progress.found = {}
         self.engine.commit()
         self.engine.synchronize()
         return result
 
     def _settle(self) -> None:
         """After Ctrl-C: drop what was begun, so that the engine and its store are at the last whole step."""
-        engine, self.is_in_train = self._zinf_engine, False
-        if engine is None:
-            return
-        if engine.health.error is not None:
-            engine.recover()
-        engine.zero_grad()
-        engine.commit()
-        engine.synchronize()
+        engine = self._zinf_engine
+        if engine is not None:
+            if engine.health.error is not None:
+                engine.recover()
+            engine.zero_grad()
+            engine.synchronize()
+            self._zinf_progress.keep(engine)
+        self.is_in_train = False
         log.warning("interrupted after step %d, which is whole: go on with train(resume_from_checkpoint=True)", self.state.global_step)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -204,6 +236,11 @@ class ZinfTrainerMixin(_Trainer):
         _ = self.engine
         return super().evaluation_loop(*args, **kwargs)
 
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        metrics = super()._evaluate(*args, **kwargs)
+        self.engine.commit()  # what an evaluation drew from the random numbers is not drawn again by a resumed run
+        return metrics
+
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.accelerator.autocast():
             return super().prediction_step(*args, **kwargs)
@@ -235,16 +272,25 @@ class ZinfTrainerMixin(_Trainer):
         self.engine.save_checkpoint(output_dir, STATE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not has_state(resume_from_checkpoint):
+        if resume_from_checkpoint != self._zinf_store and not has_state(resume_from_checkpoint):
             raise ConfigError(
                 f"{resume_from_checkpoint} has no {STATE}: it was saved by another trainer, or with save_only_model. "
                 "Start anew from its weights: zinf.from_pretrained on that folder"
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and checkpoint == self._zinf_store:
+            self._zinf_progress.restore()
+            return
         if checkpoint is not None:
             self.engine.load_checkpoint(checkpoint, STATE, rng=False)
         super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and checkpoint == self._zinf_store:
+            self._zinf_progress.restore_rng()
+        else:
+            super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -266,13 +312,17 @@ class ZinfSeq2SeqTrainer(ZinfTrainerMixin, Seq2SeqTrainer):
     """transformers' Seq2SeqTrainer (predict_with_generate) on an engine; see ZinfTrainerMixin."""
 
 
-class _Skips(TrainerCallback):
-    """Tells accelerate of a step that was skipped since a gradient was not finite, so that the schedule waits."""
+class _Steps(TrainerCallback):
+    """Tells accelerate of a step that was skipped since a gradient was not finite, so that the schedule waits; and `Progress` where the Trainer is."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._skipped = trainer, 0
 
-    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._zinf_progress.expects = state.global_step
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._zinf_progress.expects = state.global_step + 1
         skipped = self._trainer.engine.skipped_steps
         self._trainer.optimizer._is_overflow = skipped > self._skipped
         self._skipped = skipped
@@ -296,13 +346,13 @@ def _tokens(inputs: Any) -> int:
     return ids.numel() if ids is not None else 0
 
 
-def _has_store(model: Any, config: Config) -> bool:
-    """Is there a store that an engine of its own would make for `model`?"""
+def _own_store(model: Any, config: Config) -> str | None:
+    """Where a store stands already that an engine would make for `model`; None for a model that is in a store, or where there is none."""
     origin = getattr(model, "zinf_origin", None)
     basis = basis_of(model, origin.paths) if origin is not None else None
     if origin is not None and basis is None:
-        return False
-    return any(os.path.lexists(os.path.join(path, MANIFEST)) for path in memory.store_paths(config, basis))
+        return None
+    return next((path for path in memory.store_paths(config, basis) if os.path.lexists(os.path.join(path, MANIFEST))), None)
 
 
 def has_state(checkpoint: str | None) -> bool:
@@ -310,12 +360,8 @@ def has_state(checkpoint: str | None) -> bool:
     return checkpoint is not None and os.path.isfile(os.path.join(checkpoint, STATE, MANIFEST))
 
 
-def last_whole(folder: str) -> str:
-    """The checkpoint-N in `folder` of the largest N that has all its parts.
-
-    Raises:
-        EngineError: there is none.
-    """
+def last_whole(folder: str) -> str | None:
+    """The checkpoint-N in `folder` of the largest N that has all its parts."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     steps = sorted((int(name.removeprefix("checkpoint-")) for name in names if name.removeprefix("checkpoint-").isdigit()), reverse=True)
     for step in steps:
@@ -323,4 +369,4 @@ def last_whole(folder: str) -> str:
         if has_state(path) and os.path.isfile(os.path.join(path, TRAINER_STATE_NAME)):
             return path
         log.warning("%s is not whole, and passed over", path)
-    raise EngineError(f"{folder} has no checkpoint to go on from: call train() without resume_from_checkpoint")
+    return None
