@@ -32,7 +32,16 @@ def model(case: dict) -> nn.Module:
     net = nn.Sequential(nn.Embedding(VOCAB, WIDTH), *blocks, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, VOCAB))
     if case.get("frozen"):
         net[1].requires_grad_(False)
-    return net.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[case.get("dtype", "bf16")])
+    net = net.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[case.get("dtype", "bf16")])
+    return with_adapters(net) if case.get("lora") else net
+
+
+def with_adapters(net: nn.Module) -> nn.Module:
+    """LoRA on the linear layers, with dropout of its own; the base is frozen, and the norm trained as a whole."""
+    import peft
+
+    options = dict(r=2, target_modules=["1.0", "1.3", "2.0", "2.3"], modules_to_save=["4"], lora_dropout=0.2, init_lora_weights=False)
+    return peft.get_peft_model(net, peft.LoraConfig(**options)).train()
 
 
 class Words(torch.utils.data.Dataset):
@@ -154,6 +163,8 @@ def follow(engine: Engine, part: dict, accumulation: int) -> dict:
 def main() -> None:
     for line in sys.stdin:
         part = json.loads(line)
+        if part["case"].get("lora"):
+            import peft  # noqa: F401   here, as torch: once
         child = os.fork()
         if child == 0:
             code = 1

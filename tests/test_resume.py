@@ -62,6 +62,7 @@ CASES = {
     "evaluation": dict(evaluate=2, dropout=0.2),
     "frozen": dict(frozen=True, dtype="fp32", dropout=0.2),
     "fp16": dict(dtype="fp16", dropout=0.2, engine=dict(loss_scale_window=2, hysteresis=1)),
+    "lora": dict(lora=True, dropout=0.2, schedule="cosine", data="packed"),
 }
 
 
@@ -90,7 +91,8 @@ def test_goes_on_from_the_last_commit(worker, straight, tmp_path, name):
     same_end(tmp_path, straight(name))
 
 
-OTHERS = {"deferred": dict(device="sim"), "packed": dict(weights="host", state="host"), "workers": dict(chunk_size=4096)}
+OTHERS = {"deferred": dict(device="sim"), "packed": dict(weights="host", state="host"), "workers": dict(chunk_size=4096), "fp16": dict(device="sim")}
+OTHERS["lora"] = dict(device="sim", chunk_size=4096)
 
 
 @pytest.mark.parametrize("name", OTHERS)
