@@ -188,6 +188,7 @@ def test_a_disk_that_others_fill(small, tmp_path, mode, monkeypatch):
     train(engine, 2)  # chunks have their blocks, manifests their reserve
     engine.synchronize()
     assert engine.memory.parts.records.store.step == 2
+    fill(filler)  # the reserve was made anew, smaller
     with pytest.raises(OSError, match=r"No space left|are free") as raised:
         engine.save_pretrained(small / "out")
     assert raised.value.errno == errno.ENOSPC

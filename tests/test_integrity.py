@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from fake_io import Bytes, FakeIo, tiny_model
-from models import HYPER, LEAF_BYTES, llama, train
+from models import HYPER, LEAF_BYTES, engine_run, llama, oracle_run, train
+from oracle import Oracle, assert_same, engine_snapshot
+from test_activations import Net, begin, square
 
 from zinf import cli, layout
 from zinf.engine import Engine
 from zinf.errors import IntegrityError
 from zinf.tiers.nvme import Store
+from zinf.tiers.scratch import Scratch
 
 
 def flip(file: Path, *offsets: int) -> None:
@@ -125,3 +128,60 @@ def test_inspect_verify_of_what_cannot_be_read(store, capsys) -> None:
     os.truncate(os.path.join(paths[0], "weights"), 4096)
     assert cli.main(["inspect", *drives, "--verify"]) == 1
     assert "weights is 4096 bytes, and the manifest says" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize(("name", "read"), [("grads", 2), ("grads", 5), ("activations", 2)])
+def test_what_waits_on_nvme_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, read: int, device: str) -> None:
+    """With `always` a flipped bit is found before it is used, nothing that is committed is lost by it, and recover() goes on with the same bits."""
+    options: dict = dict(device=device, max_grad_norm=1.0, step_mode="deferred", run_name=name, **{name: "nvme"})
+
+    def run(engine: Engine, until: int) -> None:
+        while engine.global_step < until:
+            engine.backward(square(engine, engine.global_step))
+            engine.step()
+
+    oracle = Oracle(Net(), lr=1e-3, weight_decay=0.1, leaf_bytes=LEAF_BYTES, max_grad_norm=1.0)
+    for step in range(4):
+        oracle.backward(square(oracle.model, step))
+        oracle.step()
+    seen, real = [0], Scratch.read
+
+    def spoiled(scratch: Scratch, start: int, buffer: torch.Tensor) -> list:
+        seen[0] += 1
+        if seen[0] == read:
+            _, file, offset, _, _ = next(scratch._ops("r", start, buffer))
+            flip(Path(f"/proc/self/fd/{file.fd}"), offset + buffer.numel() // 2)
+        return real(scratch, start, buffer)
+
+    for verify in "resume", "always":
+        with begin(tmp_path, Net(), verify=verify, **{**options, "run_name": f"{name}-{verify}"}) as engine:
+            run(engine, 2)
+            engine.synchronize()
+            seen[0] = 0
+            monkeypatch.setattr(Scratch, "read", spoiled)
+            if verify == "resume":
+                run(engine, 4)  # it is not looked for
+                engine.synchronize()
+                assert seen[0] >= read
+                monkeypatch.undo()
+                continue
+            with pytest.raises(
+                IntegrityError, match=rf"/{name}: \d+ bytes of {name}, from offset \d+ on, are not what was written there in this step: .*recover"
+            ):
+                run(engine, 4)
+                engine.synchronize()
+            monkeypatch.undo()
+            assert engine.recover() >= 2
+            run(engine, 4)
+            assert_same(engine_snapshot(engine), oracle.snapshot())
+
+
+@pytest.mark.parametrize("options", [dict(grads="nvme", gradient_accumulation_steps=2), dict(activations="nvme"), dict(grads="nvme", paths=2)], ids=str)
+def test_always_changes_nothing_where_nothing_is_wrong(tmp_path: Path, options: dict) -> None:
+    """Chunks of grads that are read alone, all of them to be added to, activations of more than one piece."""
+    accumulation = options.pop("gradient_accumulation_steps", 1)
+    got = engine_run(tmp_path, 3, accumulation=accumulation, verify="always", max_grad_norm=1.0, weights="nvme", state="nvme", chunk_size=2048, **options)
+    want = oracle_run(3, accumulation, 1.0)
+    assert got[:2] == want[:2]
+    assert_same(got[2], want[2])

@@ -28,6 +28,13 @@ class GradsAway:
         self.shard, self._wide = shard.index, wide
         self._spec, self._pipeline, self.trace = shard.spec, shard.parts.fetcher, shard.parts.trace
         self.move: Job | None = None  # the last one
+        starts = [self._chunks(run, shard.parts.records.model.chunk) for run in range(len(shard.spec.runs))]
+        self.cuts = [at for run in starts for at in run if at]  # where the chunks begin that `read` reads, but for the first
+
+    def _chunks(self, run: int, size: int) -> list[int]:
+        spec = self._spec.runs[run]
+        first = self._spec.grads_offset(run, self._wide)
+        return [first + chunk.start * self.itemsize(spec) for chunk in spec.chunks(size)] if spec.trainable else []
 
     @property
     def moving(self) -> bool:
@@ -104,7 +111,8 @@ class _Move:
 
     def _begin(self) -> None:
         away = self._away
-        self._tickets = list((away.scratch.read if self._kind == "r" else away.scratch.write)(away.start, self._host))
+        scratch = away.scratch
+        self._tickets = list(scratch.read(away.start, self._host) if self._kind == "r" else scratch.write(away.start, self._host, away.cuts))
         away.trace.begin(self._verb)
 
     def _over(self) -> None:

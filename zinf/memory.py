@@ -218,10 +218,10 @@ def build(
     req = request(config, bool(paths), device.direct, mode)
     scratch = None
     if plan.grads_away and store is not None and io is not None:
-        scratch = Scratch(store.paths, "grads", io, "or raise host_memory so that grads wait there")
+        scratch = Scratch(store.paths, "grads", io, "or raise host_memory so that grads wait there", config.verify == "always")
         stack.callback(scratch.close)
     grads = Grads(shards, plan, arena, req.grads_wide, req.pass_wide, own, scratch)
-    activations = _activations(plan, device, trace, arena, store, io, poison, stack)
+    activations = _activations(plan, device, trace, arena, store, io, poison, config.verify == "always", stack)
     _fill(model, module, records, store, restored is not None, trace, basis)
     for shard in shards:
         shard.valid = shard.slab is not None and device.direct  # a slab that is there already is held for good
@@ -281,13 +281,21 @@ def _parts(
 
 
 def _activations(
-    plan: Plan, device: Device, trace: Trace, arena: Arena | None, store: Store | None, io: IoEngine | None, poison: bool, stack: contextlib.ExitStack
+    plan: Plan,
+    device: Device,
+    trace: Trace,
+    arena: Arena | None,
+    store: Store | None,
+    io: IoEngine | None,
+    poison: bool,
+    verify: bool,
+    stack: contextlib.ExitStack,
 ) -> Activations:
     region = arena.carve(plan.activations_nbytes, "activations") if plan.activations_nbytes and arena is not None else None
     slots = scratch = None
     if plan.activation_slots and arena is not None and store is not None and io is not None:
         slots = arena.slots(plan.activation_slots, placement.ACTIVATION_PIECE, "activations in flight")
-        scratch = Scratch(store.paths, "activations", io, "lower the batch, or place activations on the host")
+        scratch = Scratch(store.paths, "activations", io, "lower the batch, or place activations on the host", verify)
         stack.callback(scratch.close)
     activations = Activations(device, trace, region, slots, scratch, poison)
     stack.callback(activations.close)

@@ -40,6 +40,7 @@ def _refusal(path: str, e: OSError) -> StoreError:
         errno.ENOTDIR: f"{path} is not a directory, or a part of it is a file: choose another nvme_path",
         errno.ELOOP: f"{path} is a symbolic link: give the directory it points to",
         errno.ENOSPC: f"{path}: the filesystem is full: free some space, or choose another nvme_path",
+        errno.EDQUOT: f"{path}: the disk quota there is used up: free some space, or choose another nvme_path",
     }
     return StoreError(reasons.get(e.errno or 0, f"{path} cannot be used: {e}"))
 

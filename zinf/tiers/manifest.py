@@ -287,8 +287,11 @@ def keep_reserve(directory: str, nbytes: int) -> None:
 
 def release_reserve(directory: str) -> bool:
     """Give the blocks of the reserve back to the filesystem. False if there are none."""
+    path = os.path.join(directory, RESERVE)
     try:
-        os.unlink(os.path.join(directory, RESERVE))
+        with contextlib.suppress(OSError):
+            os.truncate(path, 0)  # xfs frees the blocks of an unlinked file some time later, and those of a shorter one now
+        os.unlink(path)
     except OSError:
         return False
     return True

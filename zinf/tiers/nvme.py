@@ -56,6 +56,7 @@ Items = Sequence[tuple[Key, torch.Tensor]]
 
 _EITHER = bytes.maketrans(b"\x01", b"\x00")  # whichever of its two places a chunk is in
 _RESERVE_UNIT = 1 << 16  # bytes: a manifest may grow by as much before its reserve is made anew
+_RESERVE_SPARE = 512 << 10  # bytes of it beyond two manifests: xfs makes no file where less than about 200 KiB are free
 
 
 class Store:
@@ -497,7 +498,7 @@ class Store:
         with self._changed:
             self._committed = successor
             self._broken = None
-        manifest.keep_reserve(self.paths[0], layout.round_up(2 * len(data), _RESERVE_UNIT))
+        manifest.keep_reserve(self.paths[0], layout.round_up(2 * len(data), _RESERVE_UNIT) + _RESERVE_SPARE)
 
     def lost(self) -> list[Key]:
         """Chunks written since the last commit that are not on disk, since a write or a sync of them failed. Waits for writes in flight."""
