@@ -178,6 +178,16 @@ def test_pages_of_runs_without_this_and_that(trained, tmp_path, capsys) -> None:
     assert cli.main(["report", str(trained / "model")]) == 1 and "no run was logged here" in capsys.readouterr().err
 
 
+def test_predicted_stands_beside_achieved(tmp_path) -> None:
+    log = runlog.RunLog(str(tmp_path), True)
+    log.write("step", step=1, seconds=2.5, loss=1.0, tokens=100)
+    assert "Predicted and achieved" not in page.build(runlog.read(tmp_path / "metrics.jsonl"))
+    log.write("forecast", step=1, predicted=2.0, achieved=2.5, limiter="nvme", seconds={"nvme": 1.9, "compute": 0.5})
+    log.close()
+    html = page.build(runlog.read(tmp_path / "metrics.jsonl"))
+    assert "<td>seconds a step</td><td>2.00 s</td><td>2.50 s</td><td>1.25</td>" in html and "limited by nvme" in html and "nvme 1.90 s" in html
+
+
 def test_names_cannot_break_the_page(tmp_path) -> None:
     evil = "</script><script>alert(1)</script>&amp;'\""
     log = runlog.RunLog(str(tmp_path), True)

@@ -399,6 +399,7 @@ class _Run:
         if forecast is not None:
             self.told = True
             self.watch.note(forecast["text"])
+            self.log.write("forecast", step=self.engine.global_step, **forecast)
 
     def evaluate(self) -> None:
         """The mean loss of a token over the held-out rows, once per step."""

@@ -426,17 +426,20 @@ def _traffic(run: Run, charts: list[dict[str, Any]]) -> str:
 
 
 def _forecast(run: Run) -> str:
-    predicted = run.begin.get("predicted") or {}
-    achieved = _mean(_steady(run), "seconds")
-    said = predicted.get("step_seconds") if isinstance(predicted, dict) else None
-    if not isinstance(said, (int, float)) or not achieved or said <= 0:
+    said, took = run.forecast.get("predicted"), run.forecast.get("achieved")
+    if not isinstance(said, (int, float)) or not isinstance(took, (int, float)) or said <= 0 or took <= 0:
         return ""
-    tokens = _mean(_steady(run), "tokens") or 0.0
-    rows = [["seconds a step", _seconds(said), _seconds(achieved), f"{achieved / said:.2f}"]]
-    if tokens:
-        rows.append(["tokens a second", f"{tokens / said:.0f}", f"{tokens / achieved:.0f}", f"{said / achieved:.2f}"])
+    rows = [["seconds a step", _seconds(said), _seconds(took), f"{took / said:.2f}"]]
+    if tokens := _mean(_steady(run), "tokens"):
+        rows.append(["tokens a second", f"{tokens / said:.0f}", f"{tokens / took:.0f}", f"{said / took:.2f}"])
+    seconds = run.forecast.get("seconds")
+    busy = sorted(((k, v) for k, v in seconds.items() if isinstance(v, (int, float))), key=lambda kv: -kv[1]) if isinstance(seconds, dict) else []
+    table = _table(["", "predicted", "achieved", "achieved / predicted"], rows)
+    note = f"What the planner says of a step on this machine, limited by {_(run.forecast.get('limiter', 'nothing'))}, and what the first steps took."
     return _section(
-        "Predicted and achieved", "What the planner said before the run began.", _table(["", "predicted", "achieved", "achieved / predicted"], rows)
+        "Predicted and achieved",
+        note,
+        table + (f'<p class="note">Predicted to be busy: {_(", ".join(f"{k} {_seconds(v)}" for k, v in busy))}.</p>' if busy else ""),
     )
 
 

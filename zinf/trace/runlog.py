@@ -2,6 +2,7 @@
 
     {"kind": "begin"}   a process begins: config, plan, what rests where, the step that it goes on from
     {"kind": "step"}    loss, grad_norm, lr, tokens, seconds; bytes, busy and waited seconds by verb; bytes held in each tier
+    {"kind": "forecast"}  after the first steps: what the planner says of one, and what it takes
     {"kind": "eval"}    the held-out loss
     {"kind": "end"}     the process has ended by itself
 
@@ -74,6 +75,7 @@ class Run:
     begins: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     evals: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    forecast: dict[str, Any] = dataclasses.field(default_factory=dict)
     ended: bool = False
     damaged: int = 0
 
@@ -111,6 +113,8 @@ def _take(row: dict[str, Any], run: Run, steps: dict[int, dict[str, Any]], evals
                 del known[n]  # type: ignore[attr-defined]
     elif kind == "step":
         steps[int(row["step"])] = {**row, "seconds": float(row["seconds"])}
+    elif kind == "forecast":
+        run.forecast = row
     elif kind == "eval":
         evals[int(row["step"])] = float(row["loss"])
     elif kind == "end":
