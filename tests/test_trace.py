@@ -18,9 +18,9 @@ from zinf.engine import Engine
 from zinf.schedule import moves
 from zinf.tiers.host import Arena
 from zinf.trace import recorder as recording
-from zinf.trace.bottleneck import HANDOVER, NVME, Part, busy, covered, critical_path, summary
+from zinf.trace.bottleneck import HANDOVER, MAIN, NVME, Part, busy, covered, critical_path, summary
 from zinf.trace.reading import Event, Step, Timeline, read
-from zinf.trace.recorder import COMPUTE, WAITING, Recorder
+from zinf.trace.recorder import COMPUTE, LOOP, WAITING, Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NVME_ONLY = dict(weights="nvme", state="nvme")
@@ -87,9 +87,9 @@ def test_events_are_those_of_the_schedule(traced):
 def test_nothing_overlaps_in_a_row_and_serial_resources_have_one(traced):
     events, *_ = traced
     lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert {"steps", COMPUTE, WAITING, READ, WRITE, CPU, "evict", "commit", "import"} <= set(lanes.values())
+    assert {"steps", COMPUTE, WAITING, LOOP, READ, WRITE, CPU, "evict", "commit", "import"} <= set(lanes.values())
     rows_of = Counter(lanes.values())
-    assert all(rows_of[lane] == 1 for lane in ("steps", COMPUTE, CPU, UP, "device to host", "evict", "commit") if lane in rows_of)
+    assert all(rows_of[lane] == 1 for lane in ("steps", COMPUTE, LOOP, CPU, UP, "device to host", "evict", "commit") if lane in rows_of)
     ends = dict.fromkeys(lanes, 0.0)
     for e in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
         assert e["ts"] >= ends[e["tid"]] - 0.002 and e["dur"] >= 0  # microseconds, written with three digits
@@ -98,7 +98,7 @@ def test_nothing_overlaps_in_a_row_and_serial_resources_have_one(traced):
 
 def test_compute_and_waiting_share_the_thread_that_computes(traced):
     _, timeline, engine, *_ = traced
-    main = sorted((e for e in timeline.events if e.lane in (COMPUTE, WAITING)), key=lambda e: e.start)
+    main = sorted((e for e in timeline.events if e.lane in MAIN), key=lambda e: e.start)
     assert all(a.end <= b.start + 1e-8 for a, b in itertools.pairwise(main))
     waited: Counter[str] = Counter()
     for e in main:

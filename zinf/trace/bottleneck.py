@@ -21,11 +21,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zinf.trace.reading import Event, Step, Timeline
-from zinf.trace.recorder import COMPUTE, LANES, WAITING
+from zinf.trace.recorder import COMPUTE, LANES, LOOP, WAITING
 
 SLACK = 1e-3  # seconds between an event and the one that it began upon
 NVME = "NVMe"
 HANDOVER = "handover"
+MAIN = (COMPUTE, WAITING, LOOP)  # lanes of the thread that computes
 CAUSES = {  # what is waited for -> lanes where it is done
     "fetch": (LANES["fetch"], LANES["step"], LANES["upload"]),
     "upload": (LANES["upload"], LANES["fetch"]),
@@ -92,9 +93,9 @@ class _Walk:
 
     def __init__(self, events: Sequence[Event], start: float, end: float):
         self.start, self.at, self.parts = start, end, list[Part]()
-        self._main = sorted((e for e in events if e.lane in (COMPUTE, WAITING) and e.end > e.start), key=lambda e: e.start)
+        self._main = sorted((e for e in events if e.lane in MAIN and e.end > e.start), key=lambda e: e.start)
         self._starts = [e.start for e in self._main]
-        work = [e for e in events if e.lane not in (COMPUTE, WAITING) and e.end > e.start]
+        work = [e for e in events if e.lane not in MAIN and e.end > e.start]
         self._by_resource = {name: _Ends(e for e in work if resource(e.lane) == name) for name in {resource(e.lane) for e in work}}
         self._by_shard = {shard: _Ends(e for e in work if e.shard == shard) for shard in {e.shard for e in work if e.shard >= 0}}
         self._by_verb = {verb: _Ends(e for e in work if e.lane.startswith(lanes)) for verb, lanes in CAUSES.items()}
@@ -194,6 +195,7 @@ NAMES = {
     NVME: "the drive",
     LANES["step"]: "the CPU optimizer",
     HANDOVER: "what lies between the parts (Python, wake-ups)",
+    LOOP: "the training loop between two steps (data, logging)",
     WAITING: "waiting for what is not in the trace",
 }
 

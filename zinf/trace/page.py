@@ -15,13 +15,21 @@ from typing import Any
 
 from zinf.trace.bottleneck import HANDOVER, NVME, Summary, resource, summary
 from zinf.trace.reading import Event, Step, Timeline
-from zinf.trace.recorder import COMPUTE, LANES, ORDER, WAITING
+from zinf.trace.recorder import COMPUTE, LANES, LOOP, ORDER, WAITING
 from zinf.trace.runlog import Run
 
 WARMUP = 2  # steps that are left out of means where there are more
 MOST_EVENTS, MOST_POINTS, BINS = 20_000, 1500, 240
-COLOURS = {COMPUTE: "forward", WAITING: "waiting", NVME: "fetch", "commit": "commit", HANDOVER: "other", **{lane: verb for verb, lane in LANES.items()}}
-KINDS = ["fetch", "flush", "step", "upload", "offload", "evict", "import", "forward", "backward", "evaluate", "waiting", "commit", "other"]
+COLOURS = {
+    COMPUTE: "forward",
+    LOOP: "loop",
+    WAITING: "waiting",
+    NVME: "fetch",
+    "commit": "commit",
+    HANDOVER: "other",
+    **{lane: verb for verb, lane in LANES.items()},
+}
+KINDS = ["fetch", "flush", "step", "upload", "offload", "evict", "import", "forward", "backward", "evaluate", "waiting", "commit", "loop", "other"]
 BOUNDS = {LANES["fetch"]: "nvme_read", LANES["flush"]: "nvme_write", LANES["upload"]: "link", LANES["offload"]: "link"}
 
 
@@ -230,7 +238,7 @@ def _events(timeline: Timeline, step: Step) -> tuple[dict[str, Any], int]:
 
 
 def _kind(e: Event) -> str:
-    return e.lane if e.lane in (WAITING, "commit") else e.verb
+    return "loop" if e.lane == LOOP else e.lane if e.lane in (WAITING, "commit") else e.verb
 
 
 def _timeline_section(step: Step, left_out: int) -> str:

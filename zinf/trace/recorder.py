@@ -27,7 +27,7 @@ FLUSH = 4096  # events in memory
 LIMIT = 256 << 20  # bytes of a file; Perfetto opens so much
 SWEEP = 256  # transfers under way before their ends are looked for
 
-COMPUTE, WAITING = "compute", "waiting"
+COMPUTE, WAITING, LOOP = "compute", "waiting", "training loop"
 LANES = {
     "step": "CPU optimizer",
     "upload": "host to device",
@@ -37,7 +37,7 @@ LANES = {
     "evict": "evict",
     "import": "import",
 }
-ORDER = ("steps", COMPUTE, WAITING, *LANES.values(), "commit")  # from top to bottom
+ORDER = ("steps", COMPUTE, WAITING, LOOP, *LANES.values(), "commit")  # from top to bottom
 
 
 class Moving(Protocol):
@@ -67,6 +67,7 @@ class Recorder:
         self._now: tuple[int, str, int, float] | None = None  # thread, phase, shard, since: what is being computed
         self.began = time.perf_counter()
         self._since: float | None = None  # the step under way: an evaluation is no part of one
+        self._left_at: float | None = None  # when the last step returned to the training loop
         self._file: Any = None
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -109,6 +110,9 @@ class Recorder:
             now = time.perf_counter()
             self._pause(now)
             self._now = (threading.get_ident(), phase, shard, now)
+            if self._left_at is not None:
+                self.event(LOOP, "between two steps", "", self._left_at, now, {"shard": -1})
+                self._left_at = None
             if phase == "evaluate":
                 self._since = None
             elif self._since is None:
@@ -124,7 +128,7 @@ class Recorder:
         with self._lock:
             now = time.perf_counter()
             self.event("steps", f"step {step}", "", now if self._since is None else self._since, now, {"step": step})
-            self._since = now
+            self._since = self._left_at = now
             self.flush()
 
     def counter(self, name: str, values: Mapping[str, int]) -> None:
