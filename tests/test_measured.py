@@ -206,6 +206,16 @@ def test_a_failed_search_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_killed_search_left_is_removed_and_a_running_one_s_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    a_drive(monkeypatch, lambda mode, block, depth: 1e9)
+    (tmp_path / f"{drive.PREFIX}dead").write_bytes(b"x")
+    with drive._file(str(tmp_path), 4 << 20, "auto") as running:
+        assert [str(p) for p in tmp_path.iterdir()] == [running]
+        drive.search(str(tmp_path), 1.0, 4 << 20)
+        assert [str(p) for p in tmp_path.iterdir()] == [running]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_scores_weigh_every_mode() -> None:
     assert Trial(1, 1, read=8.0, write=1.0, both=1.0).score == pytest.approx(2.0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import HYPER, llama, train
+from models import HYPER, LEAF_BYTES, llama, train
 
 from zinf import cli, measured, memory
 from zinf.engine import Engine
@@ -251,6 +251,34 @@ def test_advice_counts_in_what_the_machine_has(tiny: str) -> None:
     assert "a link to the device of twice the rate" in texts
     direct = [text for text, _, _ in advice.changes(dataclasses.replace(BOX, direct=True), Workload(batch=1, seq=8))]
     assert "cores of twice the rate" in direct and not any("link" in text for text in direct)
+
+
+def test_advice_to_commit_less_counts_the_weights_that_are_in_memory(tiny: str) -> None:
+    """12 bytes a parameter are written with state on NVMe and weights in memory, of which a commit's 2 need not be written every step."""
+    facts = reader.read(tiny)
+    work = Workload(batch=1, seq=8, weights="host", state="nvme", clip=True)
+    often, seldom = (cost.forecast(facts, BOX, dataclasses.replace(work, commit_every=every)).traffic.nvme_write for every in (None, 50))
+    root = facts.layout.shards[facts.root] if facts.root is not None else None
+    assert root is not None
+    weights = sum(s.weights_nbytes for s in facts.layout.shards)
+    assert often - seldom == pytest.approx((weights + root.state_nbytes) * 49 / 50)
+    now = cost.forecast(facts, dataclasses.replace(BOX, nvme_write=1e6), work)
+    assert any(s.change.startswith("commit_every: 50") and s.gain > 1.1 for s in advice.suggestions(facts, now, 10))
+
+
+def test_an_engine_says_where_stepping_under_backward_may_be_better(tmp_path: Path) -> None:
+    def said(name: str, **options: Any) -> tuple[str, int]:
+        with Engine(llama(), nvme_path=str(tmp_path), run_name=name, device="cpu", chunk_size=16384, leaf_bytes=LEAF_BYTES, **options) as engine:
+            return next(line for line in engine.plan() if line.startswith("step")), engine.memory.plan.host_nbytes
+
+    _, least = said("a", state="nvme", step_mode="deferred")
+    line, _ = said("b", host_memory=least)
+    assert "under the next forward (state: nvme steps under backward, and most of" in line
+    for name, options in {
+        "c": {}, "d": {"host_memory": least, "max_grad_norm": 1.0}, "e": {"host_memory": least, "step_mode": "deferred"}, "f": {"state": "nvme"},
+        "g": {"host_memory": least, "commit_every": 5},
+    }.items():  # fmt: skip
+        assert "state: nvme" not in said(name, **options)[0]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from zinf.layout import place
+from zinf.memory import choose_step_mode
 from zinf.placement import Plan, Tier, human
 from zinf.residency import residency
+from zinf.scaling import scales
 
 if TYPE_CHECKING:
     from zinf.config import Config
@@ -51,9 +54,19 @@ def plan_lines(engine: Engine) -> list[str]:
         kept = "two versions of each chunk" if versions == 2 else "one version, not crash safe"
         lines.append(f"NVMe     {human(nbytes)} in {', '.join(store.paths)}: {kept}")
     backend = f", I/O by {engine.memory.io.name}" if engine.memory.io is not None else ""
-    how = "under the next forward" if engine.step_mode == "deferred" else "under backward"
+    how = f"under the next forward{_could_step_early(engine)}" if engine.step_mode == "deferred" else "under backward"
     lines.append(f"step     {config.optimizer}, {how}; device {engine.memory.parts.device.name}{backend}")
     return lines
+
+
+def _could_step_early(engine: Engine) -> str:
+    """What may be better where no state fits in memory. Not taken unasked: a loop that reads weights between backward and step could not do so any more."""
+    config, plan, root = engine.config, engine.memory.plan, engine.memory.root
+    resident = any(t is not Tier.NVME for t, shard in zip(plan.state, engine.shards, strict=True) if shard is not root)
+    early = dataclasses.replace(config, state="nvme")
+    if resident or config.state != "auto" or choose_step_mode(early, engine.memory.io is not None, scales(config, engine.layout)) != "backward":
+        return ""
+    return f" (state: nvme steps under backward, and most of {human(plan.host.get('grads', 0))} for waiting grads is free for weights)"
 
 
 def _grads(engine: Engine) -> str:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from zinf import __version__
+from zinf import __version__, measured
 from zinf.cli import text
 from zinf.config import cache_dir, format_bytes
 
@@ -251,7 +251,17 @@ def drive(path: str) -> dict[str, Any]:
         "filesystem": f"{filesystem} at {mount}" + (" (in memory: no place for a store)" if filesystem in ("tmpfs", "ramfs") else ""),
         "space": f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}",
         "O_DIRECT": direct_io(path),
+        "measured": _rates(path),
     }
+
+
+def _rates(path: str) -> str:
+    """What `zinf bench io` found there."""
+    found = measured.load().drive(path)
+    if found is None:
+        return f"no: zinf bench io --path {path}"
+    rates = f"reads {text.rate(found.read)}, writes {text.rate(found.write)}, both at once {text.rate(found.both)} each way"
+    return f"{rates}; blocks of {format_bytes(found.block_size)}, {found.queue_depth} in flight ({found.when})"
 
 
 def mount_of(path: str) -> tuple[str, str, str]:

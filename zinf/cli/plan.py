@@ -221,7 +221,7 @@ def show_placement(facts: Facts, result: Forecast) -> None:
         body[-1].append(format_bytes(room[tier]))
     text.table(["tier", "weights", "state", "buffers", "in all", "of"], body)
     if machine.direct:
-        where = "where they are made: the cores compute in host memory, and device is a part of it"
+        where = "in host memory, where the cores compute; device is a part of it"
     else:
         where = f"on the {plan.activations.value}"
     grads = "nowhere: each shard is stepped as its grads arrive" if plan.grad_buffers and not plan.grads_away else "in host memory"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from zinf.config import format_bytes
 from zinf.errors import BudgetError
+from zinf.memory import COMMIT_EVERY_RESIDENT
 from zinf.planner.cost import Forecast, Workload, forecast
 from zinf.planner.machine import Machine
 from zinf.planner.model import Facts
@@ -39,6 +40,9 @@ def changes(machine: Machine, workload: Workload) -> Iterator[tuple[str, Machine
         yield "state: nvme, so that shards step under backward and grads need not wait", machine, dataclasses.replace(workload, state="nvme")
     if workload.clip:
         yield "no clipping of the norm, and state: nvme, so that shards step under backward", machine, dataclasses.replace(workload, clip=False, state="nvme")
+    if workload.commit_every in (None, 1):
+        text = f"commit_every: {COMMIT_EVERY_RESIDENT}, so that weights in memory are not written every step; a crash loses as many"
+        yield text, machine, dataclasses.replace(workload, commit_every=COMMIT_EVERY_RESIDENT)
     if workload.micro_batch is not None and workload.micro_batch < workload.batch:
         yield "no micro-batches, so that grads need not be summed in fp32", machine, dataclasses.replace(workload, micro_batch=None)
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import fcntl
+import glob
 import os
 import tempfile
 import time
@@ -35,6 +37,7 @@ DEPTHS = (4, 8, 16, 32)
 RECORD = 8 * MIB  # of one read or write of the tiers, about: the engine cuts it into blocks
 FLIGHT = 16  # records in flight, as many as an engine's staging ring has about
 FILE = 1 << 30
+PREFIX = ".zinf-bench-"
 MODES = ("read", "write", "both")
 NEAR = 0.97  # of the best score: what is nearer than this is as good
 
@@ -97,9 +100,11 @@ def best(found: list[Trial], usual: tuple[int, int]) -> Trial:
 @contextlib.contextmanager
 def _file(path: str, size: int, backend: str) -> Iterator[str]:
     """A file of random bytes, durable, on the drive."""
+    _clean(path)
     directory.check_space({path: size}, what="the measurement", advice="or give a smaller --size")
     try:
-        fd, name = tempfile.mkstemp(prefix=".zinf-bench-", dir=path)
+        fd, name = tempfile.mkstemp(prefix=PREFIX, dir=path)
+        fcntl.flock(fd, fcntl.LOCK_EX)
     except OSError as e:
         raise StoreError(f"{path} cannot be written to ({e.strerror}): give --path a folder on the drive that is yours") from e
     try:
@@ -113,6 +118,18 @@ def _file(path: str, size: int, backend: str) -> Iterator[str]:
     finally:
         os.close(fd)
         os.unlink(name)
+
+
+def _clean(path: str) -> None:
+    """Remove the files of measurements that were killed: nobody holds their lock any more."""
+    for name in glob.glob(os.path.join(glob.escape(path), PREFIX + "*")):
+        with contextlib.suppress(OSError):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name)
+            finally:
+                os.close(fd)
 
 
 def _run(name: str, mode: str, block: int, depth: int, size: int, seconds: float, backend: str) -> float:

@@ -97,7 +97,7 @@ def load(name: str) -> Machine:
     if not file.is_file():
         raise ConfigError(f"--machine {name}: no such file, and no machine that is shipped; {nearest(stem, names())}")
     machine = build(Machine, read_file(file), str(file))
-    return dataclasses.replace(machine, sources=(f"{'datasheets, partly assumed' if shipped else 'as written'}: {file}",))
+    return dataclasses.replace(machine, sources=(f"{'datasheets, partly assumed' if shipped else 'as written'}: {file.name}",))
 
 
 def this(book: Book, paths: Sequence[str]) -> Machine:
