@@ -51,7 +51,7 @@ MAPPED = {
 
 REFUSED = {
     "auto_find_batch_size": "set per_device_train_batch_size; what does not fit is refused before any work, and micro_batch_size splits a batch",
-    "deepspeed": "`zinf ds-config FILE` prints it in zinf's words, to be given as zinf=",
+    "deepspeed": "leave it out, and give zinf=zinf.integrations.deepspeed.trainer.trainer_options(FILE, args)",
     "fsdp": "leave it out: zinf streams the model through one device",
     "fsdp_config": "goes with fsdp",
     "parallelism_config": "leave it out: zinf runs one process on one device",
