@@ -56,6 +56,8 @@ class TrainConfig:
     data: DataConfig = dataclasses.field(metadata={"help": "section: what to learn from"})
     engine: Config = dataclasses.field(default_factory=Config, metadata={"help": "section: everything the engine can be told"})
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig, metadata={"help": "section: the learning rate over time"})
+    initialise: int | None = option(None, "a seed: begin with random weights; `model` needs a config.json only")
+    tokenizer: str | None = option(None, "folder, or name on the hub, whose tokenizer is taken; default: that of `model`")
     output: str | None = option(None, "folder for the trained model, a normal Hugging Face folder; none: keep it in the store only")
     log: str | None = option(None, "folder for what zinf report reads: a line for each step, the trace; default: beside the store, run_name-log")
     dtype: Literal["bf16", "fp16", "fp32"] = option("bf16", "dtype of the weights (an fp32 master is always kept)")
@@ -71,7 +73,10 @@ class TrainConfig:
         for key in ("steps", "epochs", "batch_size", "eval_rows", "eval_every"):
             value = getattr(self, key)
             require(value is None or value > 0, key, value, "a positive number")
+        require(self.initialise is None or self.initialise >= 0, "initialise", self.initialise, "zero or more")
         object.__setattr__(self, "model", _model_folder(self.model))
+        if self.tokenizer is not None:
+            object.__setattr__(self, "tokenizer", _model_folder(self.tokenizer, "tokenizer"))
         for key in ("output", "log"):
             if getattr(self, key) is not None:
                 object.__setattr__(self, key, expand_path(getattr(self, key)))
@@ -115,14 +120,14 @@ def _set(values: dict[str, Any], keys: list[str], text: str, whole: str) -> None
     values[keys[-1]] = yaml.safe_load(text)
 
 
-def _model_folder(text: str) -> str:
+def _model_folder(text: str, key: str = "model") -> str:
     """The path of a model's folder, or a name on the hub as it stands. Raises ConfigError for a path where nothing is."""
     path = expand_path(text)
     if os.path.isdir(path):
         return path
     looks_like_path = path != text or text.startswith((".", "/")) or text.count("/") > 1
     hint = "; `zinf demo --prepare` makes it" if "$ZINF_CACHE" in text else ""
-    require(not looks_like_path, "model", path, f"a folder with a Hugging Face model{hint}")
+    require(not looks_like_path, key, path, f"a folder with a Hugging Face model{hint}")
     return text
 
 
@@ -233,6 +238,7 @@ def open_engine(config: TrainConfig, fresh: bool, watch: Watch) -> EngineLike:
         momentum=e.momentum,
         ema_decay=e.ema_decay,
         backend=e.backend,
+        initialise=config.initialise,
         progress=watch.importing,
         fits=lambda layout, units: check_budgets(e, layout, units),
     )
@@ -292,7 +298,7 @@ def train(
 
     watch = watch or Watch()
     check_output(config.output)
-    tokenizer = load_tokenizer(config.model) if tokenizer is None else tokenizer
+    tokenizer = load_tokenizer(config.tokenizer or config.model) if tokenizer is None else tokenizer
     train_rows = Rows(tokenise(find_files(config.data.train), tokenizer), config.data.max_length, config.data.packing)
     eval_rows = Rows(tokenise(find_files(config.data.eval), tokenizer), config.data.max_length, config.data.packing) if config.data.eval else None
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)

@@ -301,7 +301,7 @@ class ModuleSource:
         p = self._params[name].detach()
         if p.dtype not in FLOATS:
             raise CheckpointError(f"{name} has dtype {p.dtype}, which zinf does not stream")
-        return _TensorReader(p)
+        return TensorReader(p)
 
     def unexpected(self, params: Collection[str]) -> list[str]:
         """Parameters that are the model's under no name."""
@@ -322,7 +322,7 @@ class WithFresh:
         return self._source.unexpected([name for name in params if name not in self._fresh.names])
 
 
-class _TensorReader:
+class TensorReader:
     """A tensor, on any device and with any strides; copies no more than the rows that a read touches."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from zinf.checkpoint.staging import Progress
 from zinf.config import Config
 from zinf.discover import Unit, discover, layout_of
 from zinf.errors import CheckpointError, ConfigError
+from zinf.hf.initial import RandomSource, initialise_missing
 from zinf.hf.names import Names, Where, match
 from zinf.precision import AUTO, keep_in_fp32
 from zinf.stored import load_parameter, store_away
@@ -246,6 +247,7 @@ def from_pretrained(
     ema_decay: float | None = None,
     backend: str = "auto",
     revision: str | None = None,
+    initialise: int | None = None,
     progress: Progress | None = None,
     fits: Callable[[layout.Model, Sequence[Unit]], None] | None = None,
     **build: Any,
@@ -272,6 +274,7 @@ def from_pretrained(
         chunk_size: elements of a chunk; default: that of Config, or of the store that is resumed.
         blocks, leaf_bytes: class names of the blocks, and the size from which on a layer travels by itself, see discover(); as for the engine.
         optimizer, momentum, ema_decay: what the engine will be given: what a new store has room for follows from them.
+        initialise: a seed: random weights, as transformers initialises the model, a layer at a time; the folder needs no more than config.json.
         progress: called with (bytes imported, bytes in all).
         fits: called with layout and units before anything is imported; raises if there is no point in it.
         build: see build_on_meta: auto_class, attn_implementation, trust_remote_code and attributes of the config.
@@ -288,18 +291,23 @@ def from_pretrained(
     resume = resume and os.path.lexists(os.path.join(paths[0], MANIFEST))
     leaf_bytes = leaf_bytes or Config.leaf_bytes
     units = discover(model, blocks, leaf_bytes)
-    source, names = open_source(model, folder, ignore_unexpected=ignore_unexpected)
+    source: SafetensorsSource | RandomSource
+    if initialise is None:
+        source, names = open_source(model, folder, ignore_unexpected=ignore_unexpected)
+    else:
+        source, names = RandomSource(model, units, initialise), Names.same(model)
     fresh = initialise_missing(model, names, {name for unit in units if unit.block for name, _ in unit.params})
     if fresh:
         units = discover(model, blocks, leaf_bytes)
-    with source:
+    with contextlib.closing(source):
         values = WithFresh(source, ModuleSource(model, fresh)) if fresh else source
         keeps = moments(Config(optimizer=optimizer, momentum=momentum, ema_decay=ema_decay))  # type: ignore[arg-type]
         plan = layout_of(units, chunk_size or Config.chunk_size, moments=keeps)
         if fits is not None:
             fits(plan, units)
         check(plan, values)
-        load_buffers(model, source, names)
+        if isinstance(source, SafetensorsSource):
+            load_buffers(model, source, names)
         if resume:
             plan = _reuse(paths, plan, chunk_size is None, backend)
         stateful = frozenset(p.name for shard in plan.shards for run in shard.runs if run.trainable for p in run.params)
@@ -328,33 +336,6 @@ def _reuse(paths: Sequence[str], plan: layout.Model, any_chunk: bool, backend: s
                 expect = dataclasses.replace(plan, chunk=store.model.chunk)
         Store.open(paths, io, verify="off", expect=expect, writable=False).close()
     return expect
-
-
-def initialise_missing(model: Any, names: Names, inside: Collection[str]) -> list[str]:
-    """Give the parameters that the checkpoint has not, but for those `inside` blocks, values as transformers does; their names.
-
-    The random numbers are torch's: the same seed gives what transformers' from_pretrained makes of it.
-    """
-    missing = [name for name, _ in model.named_parameters() if name not in names.load and name not in inside]
-    wanted = {id(model.get_parameter(name)) for name in missing}
-    made: dict[nn.Parameter, nn.Parameter] = {}
-
-    def walk(module: nn.Module, owner: Any) -> None:
-        owner = module if hasattr(module, "_init_weights") else owner
-        for child in module.children():
-            walk(child, owner)
-        here = [(name, p) for name, p in module._parameters.items() if p is not None and id(p) in wanted]
-        for name, p in here:
-            made.setdefault(p, nn.Parameter(torch.zeros(p.shape, dtype=p.dtype), requires_grad=p.requires_grad))
-            module._parameters[name] = made[p]
-        if here:
-            owner._init_weights(module)  # of parameters on meta it changes nothing
-
-    if missing:
-        with torch.no_grad():
-            walk(model, model)
-        log.warning("the checkpoint has no %s: newly initialised, to be trained", ", ".join(missing))
-    return missing
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -32,6 +32,12 @@ class Names:
     unexpected: list[str]  # tensors that are nothing in this model
     ignored: list[str]  # of those, the ones its class says to ignore
 
+    @classmethod
+    def same(cls, model: nn.Module) -> Names:
+        """Of a model that comes from no files: its own names."""
+        own = {name: name for name, _ in model.named_parameters()}
+        return cls(dict(own), dict(own), {}, [], [], [])
+
 
 def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Names:
     """Match tensors (name -> shape) with the parameters and persistent buffers of `model`, as its from_pretrained does.
