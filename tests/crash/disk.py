@@ -1,13 +1,16 @@
 """What a power loss may leave of a disk, from a record of everything that was sent to it.
 
     ("w", path, offset, bytes[, number])   a write was submitted: from now on it may be on the disk, in part or whole
+    ("cut", path, length)                  a file was truncated, with the same promise
     ("sync", path[, numbers])              an fdatasync of a file came back: the writes that were complete when it began are durable, all if
                                            no numbers are given; or an fsync of a directory: its names are
     ("new", path, bytes)                   a file was made or made anew, and written
+    ("create", path)                       a file was made
     ("rename", source, target)
+    ("unlink", path)
 
-Between two syncs nothing is promised: each write is there, or not, or torn at 512 bytes, on its own. `Recorder` writes the record
-under a real I/O engine, `Journal` keeps it in a file that survives the process.
+Between two syncs nothing is promised: each write is there, or not, or torn at 512 bytes, on its own, and so is each change of a name. `Recorder`
+writes the record under a real I/O engine, `watch_files` under os, `Journal` keeps it in a file that survives the process.
 """
 
 from __future__ import annotations
@@ -32,16 +35,19 @@ Sink = Callable[[Event], None]
 
 @dataclasses.dataclass
 class Inode:
-    """A file: what is durable, and the writes (offset, data, number) since then."""
+    """A file: what is durable, and the writes (offset, data, number) since then; data is None where it was cut at the offset."""
 
     durable: bytes
-    unsynced: list[tuple[int, bytes, int]] = dataclasses.field(default_factory=list)
+    unsynced: list[tuple[int, bytes | None, int]] = dataclasses.field(default_factory=list)
 
     def sync(self, numbers: frozenset[int] | None = None) -> None:
         durable, left = bytearray(self.durable), []
         for offset, data, number in self.unsynced:
             if numbers is not None and number not in numbers:
                 left.append((offset, data, number))
+                continue
+            if data is None:
+                del durable[offset:]
                 continue
             if len(durable) < offset:
                 durable.extend(bytes(offset - len(durable)))
@@ -54,46 +60,72 @@ class Inode:
         survivor = Inode(self.durable)
         for offset, data, _ in self.unsynced:
             fate = rng.choice(("dropped", "torn", "whole"))
-            if fate == "whole":
+            if fate == "whole" or (fate == "torn" and data is None):
                 survivor.unsynced.append((offset, data, 0))
-            elif fate == "torn":
+            elif fate == "torn" and data is not None:
                 survivor.unsynced.extend((offset + at, data[at : at + SECTOR], 0) for at in range(0, len(data), SECTOR) if rng.random() < 0.5)
         survivor.sync()
         return survivor.durable
 
 
+Change = Callable[[dict[str, Inode]], object]  # of names
+
+
 class Disk:
-    """Replays events. Names are as durable as their directory: a rename counts for sure only after a sync of it."""
+    """Replays the events below `roots`. Names are as durable as their directory: a change of one counts for sure only after a sync of it."""
 
     def __init__(self, roots: list[str]) -> None:
-        self.renamed: list[tuple[str, str]] = []  # not durable yet
+        self.roots = tuple(os.path.join(root, "") for root in roots)
+        self.changes: list[tuple[str, Change]] = []  # (directory, change) that are not durable yet
         self.names: dict[str, Inode] = {}  # durable
-        for root in roots:
-            for name in os.listdir(root):
-                path = os.path.join(root, name)
-                if os.path.isfile(path):
-                    self.names[path] = Inode(Path(path).read_bytes())
+        for path in (os.path.join(folder, name) for root in roots for folder, _, names in os.walk(root) for name in names):
+            self.names[path] = Inode(Path(path).read_bytes())
         self.now = dict(self.names)
 
     def play(self, event: Event) -> None:
         kind, path, *rest = event
-        if kind == "w":
-            self.now[path].unsynced.append((rest[0], rest[1], rest[2] if len(rest) > 2 else 0))
-        elif kind == "new":
-            self.now[path] = Inode(b"", [(0, rest[0], 0)])
-            self.names[path] = self.now[path]  # the name of a temporary file may or may not be there: nobody may care
+        if not os.path.join(path, "").startswith(self.roots):
+            return
+        if kind in ("w", "cut"):
+            if path not in self.now:
+                return  # it has lost its name: it is a scratch file
+            self.now[path].unsynced.append((rest[0], rest[1] if kind == "w" else None, rest[2] if len(rest) > 2 else 0))
+        elif kind in ("new", "create"):
+            made = Inode(b"", [(0, rest[0], 0)] if rest else [])
+            self._change(path, lambda names: names.__setitem__(path, made))
+        elif kind == "rename":
+            moved, target = self.now[path], rest[0]
+            self._change(path, lambda names: (names.pop(path, None), names.__setitem__(target, moved)))
+        elif kind == "unlink":
+            self._change(path, lambda names: names.pop(path, None))
         elif kind == "sync" and path in self.now:
             self.now[path].sync(rest[0] if rest else None)
         elif kind == "sync":  # a directory
-            self.names = dict(self.now)
-            self.renamed = []
-        elif kind == "rename":
-            self.now[rest[0]] = self.now.pop(path)
-            self.renamed.append((path, rest[0]))
+            for directory, change in self.changes:
+                if directory == path:
+                    change(self.names)
+            self.changes = [(directory, change) for directory, change in self.changes if directory != path]
+
+    def _change(self, path: str, change: Change) -> None:
+        change(self.now)
+        self.changes.append((os.path.dirname(path), change))
 
     def after_crash(self, rng: random.Random) -> dict[str, bytes]:
-        names = self.now if self.renamed and rng.random() < 0.5 else self.names
+        names, first = dict(self.names), rng.choice((0.0, 0.5, 1.0))
+        for _, change in self.changes:
+            if rng.random() < first:
+                change(names)
         return {path: inode.after_crash(rng) for path, inode in names.items()}
+
+    def crash(self, rng: random.Random) -> None:
+        """Make the files below the roots what they may be after a crash."""
+        files = self.after_crash(rng)
+        for path in [os.path.join(folder, name) for root in self.roots for folder, _, names in os.walk(root) for name in names]:
+            if path not in files:
+                os.unlink(path)
+        for path, data in files.items():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            Path(path).write_bytes(data)
 
 
 def watch_manifest(sink: Sink, replace: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -115,6 +147,62 @@ def watch_manifest(sink: Sink, replace: Callable[[Any, str, Any], None] = setatt
     replace(manifest, "write_file", new)
     replace(os, "fsync", sync)
     replace(os, "rename", move)
+
+
+def watch_files(sink: Sink, replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Record what is done to files through os: made, written, cut, synced, renamed, removed. And how manifests are replaced."""
+    watch_manifest(sink, replace)
+    opened, pwrite, allocate, cut, unlink, move = os.open, os.pwrite, os.posix_fallocate, os.ftruncate, os.unlink, os.replace
+    inside = threading.local()  # manifest.write_file is recorded as a whole
+
+    def name(fd: int) -> str:
+        return os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
+
+    def watched_open(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        there = os.path.lexists(path)
+        fd = opened(path, flags, *args, **options)
+        if flags & os.O_CREAT and not there and not getattr(inside, "manifest", False):
+            sink(("create", os.path.abspath(os.fspath(path))))
+        elif there and flags & os.O_TRUNC and not getattr(inside, "manifest", False):
+            sink(("cut", name(fd), 0))
+        return fd
+
+    def watched_write(fd: int, data: Any, offset: int) -> int:
+        done = pwrite(fd, data, offset)
+        sink(("w", name(fd), offset, bytes(data)[:done]))
+        return done
+
+    def watched_allocate(fd: int, offset: int, length: int) -> None:
+        allocate(fd, offset, length)
+        if length:
+            sink(("w", name(fd), offset + length - 1, b"\0"))
+
+    def watched_cut(fd: int, length: int) -> None:
+        cut(fd, length)
+        sink(("cut", name(fd), length))
+
+    def watched_unlink(path: Any, *args: Any, **options: Any) -> None:
+        unlink(path, *args, **options)
+        sink(("unlink", os.path.abspath(os.fspath(path))))
+
+    def watched_replace(source: Any, target: Any) -> None:
+        sink(("rename", os.path.abspath(source), os.path.abspath(target)))
+        move(source, target)
+
+    write_file = manifest.write_file
+
+    def whole(path: str, data: bytes) -> None:
+        inside.manifest = True
+        try:
+            write_file(path, data)
+        finally:
+            inside.manifest = False
+
+    for owner, attribute, function in (
+        (manifest, "write_file", whole), (os, "open", watched_open), (os, "pwrite", watched_write), (os, "posix_fallocate", watched_allocate),
+        (os, "ftruncate", watched_cut), (os, "unlink", watched_unlink), (os, "replace", watched_replace),
+    ):  # fmt: skip
+        replace(owner, attribute, function)
 
 
 class Recorder:

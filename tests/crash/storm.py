@@ -39,6 +39,7 @@ from zinf.tiers.nvme import Store  # noqa: E402
 PHASES = ("import", "resume", "forward", "backward", "step", "commit", "manifest", "save", "checkpoint", "export", "clean")
 IN_STEPS = ("forward", "backward", "step", "commit", "manifest")
 LATE = ("save", "checkpoint", "export")
+OUT = ("out", "exported")
 PATIENCE = 120.0  # seconds after which a run that tells nothing hangs
 
 
@@ -92,6 +93,11 @@ def digest_of_file(path: str) -> str:
         return hashlib.sha256(f.read()).hexdigest()
 
 
+def weights_in(folder: str) -> list[str]:
+    """The files that a reader of models looks at."""
+    return [name for name in os.listdir(folder) if name.startswith("model")] if os.path.isdir(folder) else []
+
+
 class Storm:
     def __init__(self, folder: str, seed: int, mode: str, power_loss: float):
         self.rng, self.mode, self.power_loss = random.Random(seed), mode, power_loss
@@ -103,7 +109,7 @@ class Storm:
         self.losses: collections.Counter[str] = collections.Counter()
         self.rolled = self.lives = 0
         self.steps: dict[int, str] = {}  # step -> digest, of the run that was never killed
-        self.saved: dict[str, str] = {}  # folder -> digest of its weights
+        self.saved: dict[str, dict[str, str]] = {}  # folder -> file of its weights -> digest
         self.end = self.out = self.exported = ""
         os.makedirs(self.folder)
 
@@ -179,7 +185,8 @@ class Storm:
         self.steps = {int(step): found for step, found in [*told.values("opened"), *told.values("done")]}
         ((self.end,),) = told.values("end")
         self.out, self.exported = (worker.digest_of_files(os.path.join(self.folder, name)) for name in ("out", "exported"))
-        self.saved = {name: digest_of_file(os.path.join(self.folder, name, "model.safetensors")) for name in ("out", "exported")}
+        self.saved = {name: {f: digest_of_file(os.path.join(self.folder, name, f)) for f in weights_in(os.path.join(self.folder, name))} for name in OUT}
+        assert len(self.saved["exported"]) > 2
         assert sorted(self.steps) == list(range(worker.STEPS + 1))
         self.run("clean")
         self._check_clean()
@@ -197,9 +204,11 @@ class Storm:
     def _check_saved(self) -> None:
         """Whatever was killed: a folder that looks like a checkpoint is one, whole."""
         for name, right in self.saved.items():
-            file = os.path.join(self.folder, name, "model.safetensors")
-            if os.path.exists(file) and digest_of_file(file) != right:
-                raise Failure(f"{file} is not whole")
+            there = weights_in(os.path.join(self.folder, name))
+            if "model.safetensors" in there or "model.safetensors.index.json" in there:
+                for file, digest in right.items():
+                    if file not in there or digest_of_file(os.path.join(self.folder, name, file)) != digest:
+                        raise Failure(f"{name} looks like a model, and {file} is not whole")
         checkpoint = os.path.join(self.folder, "checkpoints", "last")
         if os.path.exists(os.path.join(checkpoint, "manifest.json")):
             Store.open([checkpoint], FakeIo(), writable=False).close()  # compares every byte
@@ -211,22 +220,18 @@ class Storm:
     # -- power loss ---------------------------------------------------------------------------------------------------------
 
     def _lose_power(self, base: Disk | None) -> bool:
-        """Set the store to what the disk may hold if the power goes as well. False where nothing was recorded."""
+        """Set the store and what is exported to what the disk may hold if the power goes as well. False where nothing was recorded."""
         if base is None or not os.path.exists(self.journal):
             return False
         for event in Journal.read(self.journal):
-            if event[1].startswith(os.path.join(self.folder, "run") + os.sep) or event[1] == os.path.join(self.folder, "run"):
-                base.play(event)
-        files = base.after_crash(self.rng)
-        run = os.path.join(self.folder, "run")
-        for path, data in files.items():
-            with open(path, "wb") as f:
-                f.write(data)
-        temporary = os.path.join(run, "manifest.json.tmp")
-        if self.rng.random() < 0.3:  # and what is not named by anything may be anything
-            with open(os.path.join(run, "manifest.json"), "rb") as f, open(temporary, "wb") as t:
-                data = f.read()
-                t.write(data[: self.rng.randrange(len(data))])
+            base.play(event)
+        base.crash(self.rng)
+        for name in ("manifest.json", "import.json"):
+            file = os.path.join(self.folder, "run", name)
+            if os.path.exists(file) and self.rng.random() < 0.3:  # and what is not named by anything may be anything
+                with open(file, "rb") as f, open(f"{file}.tmp", "wb") as t:
+                    data = f.read()
+                    t.write(data[: self.rng.randrange(len(data))])
         return True
 
     # -- lives --------------------------------------------------------------------------------------------------------------
@@ -237,10 +242,10 @@ class Storm:
         while True:
             store = os.path.exists(os.path.join(self.folder, "run", "manifest.json"))
             target, skip = self._target(store, least) if left > 0 else (None, 0)
-            recorded = store and target is not None and self.rng.random() < self.power_loss
+            recorded = target is not None and self.rng.random() < self.power_loss
             if os.path.exists(self.journal):
                 os.unlink(self.journal)
-            base = Disk([os.path.join(self.folder, "run")]) if recorded else None
+            base = Disk([os.path.join(self.folder, name) for name in ("run", "exported")]) if recorded else None
             told, killed = self.run("recorded" if recorded else "life", target, skip)
             least = self._check_run(told, least)
             if killed:

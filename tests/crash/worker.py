@@ -25,11 +25,13 @@ from oracle import engine_snapshot
 import zinf
 from zinf import memory
 from zinf.aio import open_engine
+from zinf.checkpoint import resuming, staging
+from zinf.hf import loading
 from zinf.hf.exporting import export_checkpoint
 from zinf.tiers import manifest, nvme
 from zinf.tiers.nvme import Store
 
-from .disk import Journal, Recorder, watch_manifest
+from .disk import Journal, Recorder, watch_files
 
 STEPS = 12
 MODES: dict[str, dict[str, Any]] = {"deferred": dict(max_grad_norm=1.0), "backward": dict(step_mode="backward"), "sim": dict(device="sim", max_grad_norm=1.0)}
@@ -88,10 +90,13 @@ def life(folder: str, source: str, journal: str | None, mode: str, tell: Tell) -
     torch.set_num_threads(1)
     run = os.path.join(folder, "run")
     resumed = os.path.exists(os.path.join(run, "manifest.json"))
-    if journal is not None and resumed:
+    resuming.SECONDS = 0.0  # the model is small: everything is noted at once
+    staging.SLOTS = (3, 3)
+    if journal is not None:
         sink = Journal(journal)
-        memory.open_engine = lambda *args, **options: Recorder(open_engine(*args, **options), sink)  # type: ignore[assignment, return-value]
-        watch_manifest(sink)
+        for module in (memory, loading):
+            module.open_engine = lambda *args, **options: Recorder(open_engine(*args, **options), sink)  # type: ignore[assignment, return-value]
+        watch_files(sink)
     tell("phase resume" if resumed else "phase import")
     model = zinf.from_pretrained(source, nvme_path=folder, run_name="run", resume=True, chunk_size=4096).train()
     if not resumed:
@@ -128,7 +133,7 @@ def life(folder: str, source: str, journal: str | None, mode: str, tell: Tell) -
     found = hashlib.sha256(b"".join(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in flat)).hexdigest()[:16]
     engine.close()
     tell("phase export")
-    export_checkpoint(os.path.join(folder, "checkpoints"), os.path.join(folder, "exported"), dtype="fp32")
+    export_checkpoint(os.path.join(folder, "checkpoints"), os.path.join(folder, "exported"), dtype="fp32", max_shard_size=100_000)
     tell(f"end {found}")
 
 
