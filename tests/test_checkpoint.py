@@ -690,7 +690,7 @@ else:
     checkpoint.export_safetensors(os.path.join(out, "hf"), model, read, max_shard_size=200_000_000, dtype="fp32" if dtype == "fp32" else None)
 run = False
 thread.join()
-print(peak - base, staging.slots_nbytes(model, True), staging.STAGE * min(4, os.cpu_count() or 1))
+print(peak - base, staging.slots_nbytes(model, True), (staging.STAGE + staging.TRANSFER) * staging.THREADS)
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
 import re
 import shlex
 import shutil
@@ -22,7 +23,7 @@ from test_checkpoint import folder_of, make_layout, random_tensors
 import zinf
 from zinf import cli
 from zinf.aio import open_engine
-from zinf.checkpoint import SafetensorsSource, import_store, resuming, staging
+from zinf.checkpoint import SafetensorsSource, direct, import_store, resuming, staging
 from zinf.checkpoint import folder as exports
 from zinf.checkpoint.folder import JOURNAL, Journal
 from zinf.checkpoint.sources import _FileReader
@@ -281,7 +282,7 @@ def test_a_finished_file_that_was_changed_is_written_again(tmp_path, monkeypatch
     data[-1] ^= 1
     left[0].write_bytes(data)
     created = []
-    monkeypatch.setattr(exports.Folder, "create", lambda self, file, header, real=exports.Folder.create: (created.append(file), real(self, file, header))[1])
+    monkeypatch.setattr(exports.Folder, "create", lambda self, file, *args, real=exports.Folder.create: (created.append(file), real(self, file, *args))[1])
     export_checkpoint(str(store), str(out), max_shard_size=10_000)
     assert files(out) == files(tmp_path / "straight")
     assert any("00001" in f for f in created) and not any("00002" in f for f in created)
@@ -324,6 +325,44 @@ def test_one_export_at_a_time(tmp_path):
     with Journal(str(tmp_path / "out")), pytest.raises(CheckpointError, match="another export is writing to"):
         export_checkpoint(str(store), str(tmp_path / "out"))
     assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("refuse", ["", "at once", "later"])
+def test_past_the_page_cache_the_bytes_are_the_same(tmp_path, monkeypatch, refuse):
+    """Any offset, any length, pages that a filesystem does not take at once; and one that takes none after all."""
+    rng = random.Random(0)
+    data = rng.randbytes(11 << 20)
+    calls = []
+
+    def sometimes(real):
+        def call(fd, buffers, offset):
+            calls.append(offset)
+            if refuse and len(calls) > (0 if refuse == "at once" else 4):
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return real(fd, buffers, offset)
+
+        return call
+
+    (tmp_path / "file").write_bytes(data)
+    read, write = direct.open_direct(str(tmp_path / "file"), os.O_RDONLY), direct.open_direct(str(tmp_path / "file"), os.O_WRONLY)
+    monkeypatch.setattr(direct.os, "preadv", sometimes(os.preadv))
+    monkeypatch.setattr(direct.os, "pwrite", sometimes(os.pwrite))
+    whole = 0
+    for _ in range(12):
+        at = rng.randrange(5 << 20)
+        n = rng.choice((100, 70_000, 4 << 20, 5 << 20, (11 << 20) - at))
+        out = torch.zeros(n, dtype=torch.uint8)
+        done = direct.read(read, at, out)
+        assert out[:done].numpy().tobytes() == data[at : at + done] and not out[done:].any()
+        whole += done == n
+        first, end = direct.write(write, at, torch.frombuffer(bytearray(data[at : at + n]), dtype=torch.uint8).bitwise_not())
+        changed = bytes(x ^ 255 for x in data[at + first : at + end])
+        assert ((at + first) % 4096 == (end - first) % 4096 == 0 or first == end) and 0 <= first <= end <= n
+        data = data[: at + first] + changed + data[at + end :]
+        assert (tmp_path / "file").read_bytes() == data
+    assert (whole > 5) == (not refuse) and len(calls) > 5, (whole, len(calls))
+    direct.close(read)
+    direct.close(write)
 
 
 # ---- the commands

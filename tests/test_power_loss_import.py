@@ -57,7 +57,7 @@ def test_power_loss_at_every_point_of_an_import(tmp_path, monkeypatch, notes_at_
         disk = Disk([str(root)])
     events = record_import(root, model, folder, monkeypatch)
     kinds = [event[0] for event in events]
-    assert {"w", "new", "rename", "sync", "unlink"} <= set(kinds) and kinds.count("rename") > 3 and contents(root) == right
+    assert {"w", "new", "rename", "sync", "unlink"} <= set(kinds) and kinds.count("rename") > (1 if again else 3) and contents(root) == right
     taken_up, go_on = [], Store.go_on
     monkeypatch.setattr(Store, "go_on", lambda *args, **options: (store := go_on(*args, **options), taken_up.append(len(store.written()) if store else 0))[0])
     for event in events:
@@ -67,7 +67,7 @@ def test_power_loss_at_every_point_of_an_import(tmp_path, monkeypatch, notes_at_
             if not (path / "manifest.json").exists():
                 run_import(path, model, folder)
             assert contents(path) == right, event[:2]
-    assert sum(map(bool, taken_up)) > 10 and len(set(taken_up)) > 3
+    assert sum(map(bool, taken_up)) > 10 and len(set(taken_up)) > (1 if again else 2)
     assert "begins anew" not in caplog.text  # what was noted was durable, every time
 
 

@@ -240,7 +240,7 @@ class _Exporter:
             yield from jobs[file.name]
 
     def _begin(self, file: _File) -> bool:
-        self.target.create(file.name, file.header)
+        self.target.create(file.name, file.header, file.nbytes)
         for place in file.places:
             if place.name in self._buffers:
                 raw = self._buffers[place.name].detach().cpu().contiguous().view(-1).view(torch.uint8)

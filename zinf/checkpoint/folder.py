@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
+from zinf.checkpoint import direct
 from zinf.checkpoint.format import Tensor
 from zinf.checkpoint.sources import INDEX, SINGLE
 from zinf.errors import CheckpointError
@@ -112,6 +113,7 @@ class Folder:
     def __init__(self, folder: str, journal: Journal | None = None) -> None:
         self.folder = folder
         self._journal = journal
+        self._direct: dict[str, int | None] = {}  # the same files, past the page cache
         self._fds: dict[str, int] = {}  # open and locked until they are published
         self._temporary: dict[str, str] = {}  # file -> temporary name, for those that wait to be published
         self._published: list[str] = []  # finished files that an earlier export has given their names already
@@ -142,16 +144,24 @@ class Folder:
         """Close what is open; idempotent."""
         while self._fds:
             os.close(self._fds.popitem()[1])
+        while self._direct:
+            direct.close(self._direct.popitem()[1])
 
     def _path(self, file: str) -> str:
         return os.path.join(self.folder, file)
 
-    def create(self, file: str, header: bytes) -> None:
-        """Begin a file with its header."""
+    def create(self, file: str, header: bytes, nbytes: int = 0) -> None:
+        """Begin a file with its header; `nbytes` long in the end."""
         self._temporary[file] = f".{file}.{os.getpid()}.tmp"
         self._fds[file] = fd = os.open(self._path(self._temporary[file]), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(OSError):  # a network mount may have no locks; then what a killed export leaves stays
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._direct[file] = direct.open_direct(self._path(self._temporary[file]), os.O_WRONLY) if nbytes else None
+        if self._direct[file] is not None:  # blocks that are there already are written in any order, and in parallel
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+            except OSError as e:
+                raise OSError(e.errno, f"export: allocate {nbytes} bytes: {os.strerror(e.errno or 0)}", self._path(file)) from e
         _pwrite(fd, self._path(file), 0, header)
 
     def adopt(self, file: str, check: Callable[[int, str], bool]) -> bool:
@@ -178,9 +188,16 @@ class Folder:
 
     def write(self, tensor: Tensor, start: int, raw: torch.Tensor) -> None:
         """Write uint8 `raw` from byte `start` of a tensor on; its `path` is the name of a file that was created."""
-        fd = self._fds[tensor.path]
-        _pwrite(fd, self._path(tensor.path), tensor.begin + start, raw.numpy().data)
-        os.posix_fadvise(fd, tensor.begin + start, len(raw), os.POSIX_FADV_DONTNEED)  # starts writeback now: dirty pages must not pile up until the fsync
+        fd, path, at = self._fds[tensor.path], self._path(tensor.path), tensor.begin + start
+        try:
+            first, end = direct.write(self._direct[tensor.path], at, raw)
+        except OSError as e:
+            raise OSError(e.errno, f"export: write {len(raw)} bytes at {at}: {e.strerror}", path) from e
+        for part, offset in ((raw[:first], at), (raw[end:], at + end)):
+            if len(part):
+                _pwrite(fd, path, offset, part.numpy().data)
+        if end == first:
+            os.posix_fadvise(fd, at, len(raw), os.POSIX_FADV_DONTNEED)  # starts writeback now: dirty pages must not pile up until the fsync
 
     def finish(self, file: str, digest: str | None) -> None:
         """Make a file durable, and note that if there is a journal."""

@@ -1,7 +1,7 @@
 """Where the elements of parameters come from: safetensors files, or a module in memory.
 
 A source gives a reader for each parameter; a reader fills a buffer with any range of the parameter's elements. Files are read
-with pread into the caller's buffer and dropped from the page cache behind it: no mapping, so no growth of the process.
+into the caller's buffer, past the page cache or dropped from it behind (direct.py): no mapping, so no growth of the process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from zinf import layout
+from zinf.checkpoint import direct
 from zinf.checkpoint.format import TORCH, Tensor, read_header
 from zinf.checkpoint.staging import TRANSFER, Part, cut
 from zinf.errors import CheckpointError
@@ -112,10 +113,12 @@ class SafetensorsSource:
         self.ignore = set(ignore)
         self.tensors: dict[str, Tensor] = {}
         self._fds: dict[str, int] = {}
+        self._direct: dict[str, int | None] = {}
         try:
             files, index = _files(self.where)
             for path in files:
                 self._fds[path] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._direct[path] = direct.open_direct(path, os.O_RDONLY)
                 for name, tensor in read_header(fd, path).items():
                     self._add(name, tensor, index)
             for name, file in index.items():
@@ -158,7 +161,7 @@ class SafetensorsSource:
         dtype = TORCH.get(t.dtype)
         if dtype not in FLOATS:
             raise CheckpointError(f"{tensor} has dtype {t.dtype}, which zinf does not stream; dequantize the checkpoint to bf16 first")
-        return _FileReader(self._fds[t.path], t, dtype)
+        return _FileReader(self._fds[t.path], self._direct[t.path], t, dtype)
 
     def load(self, tensor: str) -> torch.Tensor:
         """A whole tensor, by its name in the files, in its own dtype. For small ones: it is read into memory."""
@@ -200,6 +203,8 @@ class SafetensorsSource:
         """Close the files; idempotent."""
         while self._fds:
             os.close(self._fds.popitem()[1])
+        while self._direct:
+            direct.close(self._direct.popitem()[1])
 
     def __enter__(self) -> SafetensorsSource:
         return self
@@ -250,13 +255,15 @@ def pread(fd: int, path: str, offset: int, out: torch.Tensor) -> None:
 class _FileReader:
     """A whole tensor of a file."""
 
-    def __init__(self, fd: int, tensor: Tensor, dtype: torch.dtype) -> None:
-        self._fd, self._tensor = fd, tensor
+    def __init__(self, fd: int, direct: int | None, tensor: Tensor, dtype: torch.dtype) -> None:
+        self._fd, self._direct, self._tensor = fd, direct, tensor
         self.dtype, self.shape = dtype, tensor.shape
 
     def read(self, start: int, out: torch.Tensor) -> None:
+        at, raw = self._tensor.begin + start * self.dtype.itemsize, out.view(torch.uint8)
         try:
-            pread(self._fd, self._tensor.path, self._tensor.begin + start * self.dtype.itemsize, out)
+            if (done := direct.read(self._direct, at, raw)) < len(raw):
+                pread(self._fd, self._tensor.path, at + done, raw[done:])
         except OSError as e:
             raise OSError(e.errno, f"import {self._tensor.name}: {e.strerror}", self._tensor.path) from e
 

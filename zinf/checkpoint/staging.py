@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import mmap
-import os
 import queue
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -23,6 +22,8 @@ from zinf import layout, ops
 
 SLOTS = (3, 12)  # fewest and most chunks in flight; half of them, rounded up, in their first stage
 IN_FLIGHT = 64 << 20  # bytes that keep a fast drive busy: small chunks get more slots
+LARGE = 2 << 20  # bytes of a large page: a drive takes a transfer from few of them faster than from many small ones
+THREADS = 4  # workers: they mostly wait for the drive, which wants several transfers at once, however few the cores
 TRANSFER = 4 << 20  # bytes of one read or write of a checkpoint file
 STAGE = 3 * TRANSFER  # bytes of a worker's stage: raw elements (8 bytes at most), and the same elements as fp32 (twice a transfer of bf16)
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -77,8 +78,16 @@ def segments(run: layout.Run, chunk: layout.Chunk) -> list[Segment]:
 
 
 def pages(nbytes: int) -> torch.Tensor:
-    """`nbytes` of page-aligned memory as a uint8 tensor; touched pages count, and all go when the tensor does."""
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)[:nbytes]
+    """`nbytes` of page-aligned memory as a uint8 tensor, in large pages where there are some; touched pages count, and all go when the tensor does."""
+    room = nbytes + (LARGE if nbytes >= LARGE else 0)
+    memory = mmap.mmap(-1, max(room, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    if nbytes < LARGE:
+        return whole[:nbytes]
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    skip = -whole.data_ptr() % LARGE
+    return whole[skip : skip + nbytes]
 
 
 @dataclasses.dataclass
@@ -123,7 +132,7 @@ class Workers:
     """A few threads that move and cast pieces of a chunk; each has a stage of its own for the cast."""
 
     def __init__(self, threads: int | None = None) -> None:
-        threads = threads or min(4, os.cpu_count() or 1)
+        threads = threads or THREADS
         self._stages: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(threads):
             self._stages.put(pages(STAGE))
