@@ -18,6 +18,7 @@ from models import llama
 from safetensors.torch import load_file
 
 import zinf
+from zinf import cli
 from zinf.engine import Engine
 from zinf.errors import CheckpointError, StoreError
 from zinf.integrations import deepspeed
@@ -167,9 +168,9 @@ def write_like_deepspeed(folder: Path, named: dict[str, dict[str, torch.Tensor]]
         torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
 
 
-def test_a_store_is_made_of_it(tmp_path: Path) -> None:
+def test_a_store_is_made_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """zinf.from_pretrained(resume=True) goes on from the store with the masters, moments, step and learning rate of the checkpoint."""
-    model = llama()
+    model = llama(num_hidden_layers=2)
     model.save_pretrained(tmp_path / "hf")
     generator = torch.Generator().manual_seed(3)
     named = {
@@ -195,7 +196,9 @@ def test_a_store_is_made_of_it(tmp_path: Path) -> None:
         assert engine.step().step == 6
     with pytest.raises(StoreError):
         import_deepspeed(tmp_path / "ds", tmp_path / "hf", tmp_path / "nvme")
-    import_deepspeed(tmp_path / "ds", tmp_path / "hf", tmp_path / "nvme", overwrite=True, weights_only=True)
+    command = ["import", str(tmp_path / "hf"), str(tmp_path / "nvme" / "run"), "--from-deepspeed", str(tmp_path / "ds"), "--weights-only", "--yes"]
+    assert cli.main(command) == 0 and "at step 0" in capsys.readouterr().out
+    assert cli.main([*command, "--frozen"]) == 1 and "--frozen does not go with --from-deepspeed" in capsys.readouterr().err
     with Engine(zinf.from_pretrained(tmp_path / "hf", nvme_path=tmp_path / "nvme", resume=True)) as engine:
         assert engine.global_step == 0
         p = engine.module.model.norm.weight

@@ -152,7 +152,7 @@ def test_optimizer_and_schedule_as_the_trainer_fills_them() -> None:
     warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
     ds = {"optimizer": {"type": "AdamW", "params": params}, "scheduler": {"type": "WarmupDecayLR", "params": warmup}, "train_batch_size": "auto"}
     t = translate(ds, auto=TRAINER)
-    assert t.config == {"optimizer": "adamw", "lr": 3e-5, "betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": 0.02, "max_grad_norm": 1.0} | {
+    assert t.config == {"optimizer": "adamw", "lr": 3e-5, "betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": 0.02, "max_grad_norm": 0.7} | {
         "gradient_accumulation_steps": 1
     }
     filled = {"warmup_min_lr": 0.0, "warmup_max_lr": 3e-5, "warmup_num_steps": 1, "total_num_steps": 500}  # no warmup: one step, as transformers has it

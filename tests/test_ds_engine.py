@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import LEAF_BYTES, batches, llama
+from models import LEAF_BYTES, batches
+from models import llama as any_llama
 from oracle import Oracle, engine_snapshot
 from torch import nn
 
@@ -18,6 +20,13 @@ from zinf.errors import ConfigError, EngineError
 from zinf.integrations import deepspeed
 
 STEPS, ACCUMULATION = 4, 2
+
+
+def llama(*args: Any, **sizes: Any) -> nn.Module:
+    """Of two layers."""
+    return any_llama(*args, **{"num_hidden_layers": 2, **sizes})
+
+
 CONFIG: dict[str, Any] = {
     "train_batch_size": 4,
     "gradient_accumulation_steps": ACCUMULATION,
@@ -45,8 +54,13 @@ def lrs() -> list[float]:
     return out
 
 
+@functools.cache
 def oracle_run(steps: int = STEPS, wide: bool = True) -> tuple[list[float], list[float], Any]:
-    oracle = Oracle(llama(), betas=(0.9, 0.95), lr=1e-3, weight_decay=0.1, max_grad_norm=0.5, wide=wide, leaf_bytes=LEAF_BYTES)
+    return oracle_of(llama(), steps, wide, LEAF_BYTES)
+
+
+def oracle_of(model: nn.Module, steps: int, wide: bool, leaf_bytes: int) -> tuple[list[float], list[float], Any]:
+    oracle = Oracle(model, betas=(0.9, 0.95), lr=1e-3, weight_decay=0.1, max_grad_norm=0.5, wide=wide, leaf_bytes=leaf_bytes)
     losses, norms = [], []
     for ids, lr in zip(batches(steps), lrs(), strict=False):
         oracle.optimizer.param_groups[0]["lr"] = lr
@@ -183,6 +197,48 @@ def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path, home: str) -> N
         assert same(third.state_dict(), oracle_run(2)[2][0] | {"lm_head.weight": oracle_run(2)[2][0]["model.embed_tokens.weight"]})
         third.load_checkpoint(str(tmp_path / "ckpt"), load_optimizer_states=False)
         assert schedule.last_batch_iteration == 1 and third.micro_steps == 4
+
+
+def test_an_overflow_skips_the_step_and_the_schedule(tmp_path: Path) -> None:
+    """fp16 as DeepSpeed has it: the step counts as global step, changes nothing, and the schedule stays."""
+    given = config(
+        tmp_path, "memory", bf16={"enabled": False}, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}, gradient_accumulation_steps=1
+    )
+    engine, optimizer, _, schedule = deepspeed.initialize(model=llama(torch.float32), config=given, **SMALL)
+    with engine:
+        assert engine.fp16_enabled() and {p.dtype for p in engine.parameters()} == {torch.float16} and engine.loss_scale == 16
+        before = engine.module_state_dict()
+        ids = batches(1)[0]
+        engine.backward(engine(input_ids=ids, labels=ids).loss * 1e30)
+        engine.step()
+        assert not engine.was_step_applied() and optimizer.overflow and engine.loss_scale == 8
+        assert (engine.global_steps, engine.skipped_steps, schedule.last_batch_iteration) == (1, 1, -1)
+        assert same(engine.module_state_dict(), before)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        assert engine.was_step_applied() and not optimizer.overflow and schedule.last_batch_iteration == 0
+
+
+def test_a_model_in_a_store(tmp_path: Path) -> None:
+    """From zinf.from_pretrained: its own store, its own dtype."""
+    from transformers import LlamaForCausalLM
+
+    import zinf
+
+    llama().save_pretrained(tmp_path / "hf")
+    (tmp_path / "nvme").mkdir()
+    model = zinf.from_pretrained(tmp_path / "hf", nvme_path=tmp_path / "nvme")
+    with pytest.raises(ConfigError, match=r"the store has bf16 weights, and the config says fp16: give dtype=torch.float16 to from_pretrained"):
+        deepspeed.initialize(model=model, config={**CONFIG, "bf16": {"enabled": False}, "fp16": {"enabled": True}})
+    engine, *_ = deepspeed.initialize(model=model.train(), config=config(tmp_path / "nvme", "nvme"), io_threads=1, cpu_threads=1)
+    with engine:
+        for ids in batches(STEPS):
+            for part in ids.chunk(ACCUMULATION):
+                engine.backward(engine(input_ids=part, labels=part).loss)
+                engine.step()
+        plain = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).train()  # whose buffers are fp32, other than llama()'s
+        weights = oracle_of(plain, STEPS, True, 4 << 20)[2][0]
+        assert same({name: value for name, value in engine.module_state_dict().items() if name in weights}, weights)
 
 
 # ---------------------------------------------------------------------------------------------------- methods, attributes
@@ -371,9 +427,9 @@ def test_one_parameter_in_full(tmp_path: Path, home: str, device: str) -> None:
             params = dict(engine.module.named_parameters())
             for name in ("model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"):
                 assert torch.equal(utils.safe_get_full_grad(params[name]), oracle.sums[name]), name
-            changed = params["model.layers.2.mlp.up_proj.weight"]
+            changed = params["model.layers.0.mlp.up_proj.weight"]
             utils.safe_set_full_grad(changed, utils.safe_get_full_grad(changed) * 2)
-            oracle.sums["model.layers.2.mlp.up_proj.weight"] *= 2
+            oracle.sums["model.layers.0.mlp.up_proj.weight"] *= 2
             engine.step()
             assert oracle.step() == engine.get_global_grad_norm()
         weights, state = oracle.snapshot()
@@ -430,7 +486,7 @@ def test_init_casts_what_is_made_in_it() -> None:
 
 def test_leaf_modules_and_external_parameters(engine: Any) -> None:
     zero = deepspeed.zero
-    assert len(zero.set_z3_leaf_modules(engine.module, ["LlamaMLP"])) == 4 and zero.get_z3_leaf_modules(engine.module) == []
+    assert len(zero.set_z3_leaf_modules(engine.module, ["LlamaMLP"])) == 2 and zero.get_z3_leaf_modules(engine.module) == []
     with pytest.raises(ConfigError, match="has no module of class Nothing"):
         zero.set_z3_leaf_modules(engine.module, ["Nothing"])
     zero.register_external_parameter(engine.module, next(engine.module.parameters()))

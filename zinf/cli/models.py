@@ -43,6 +43,9 @@ def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     p.add_argument("--chunk-size", type=int, metavar="N", help="elements of a chunk")
     p.add_argument("--no-crash-safe", action="store_true", help="one version of each chunk: half the disk, but a crash of a run loses the store")
     p.add_argument("--ignore-unexpected", action="store_true", help="go on if the files have tensors that the model has not")
+    p.add_argument("--from-deepspeed", metavar="DIR", help="weights, moments and step from a checkpoint of DeepSpeed, of this model; go on from there")
+    p.add_argument("--tag", metavar="TAG", help="of that checkpoint (default: its last one)")
+    p.add_argument("--weights-only", action="store_true", help="of that checkpoint only the weights: moments zero, step 0")
     p.add_argument("--yes", action="store_true", help="replace a store that stands there, without asking")
     p.set_defaults(run=import_model)
     p = commands.add_parser("export", parents=parents, help="a store or a checkpoint as a Hugging Face folder", description=EXPORT)
@@ -70,6 +73,8 @@ def import_model(args: argparse.Namespace) -> int:
     replace = _may_replace(paths, folder, args.yes)
     if replace is None:
         return 1
+    if args.from_deepspeed is not None:
+        return _import_deepspeed(args, folder, paths, dtype, replace)
     try:
         with text.bar("importing") as progress:
             model: Any = from_pretrained(
@@ -94,6 +99,33 @@ def import_model(args: argparse.Namespace) -> int:
     numel = sum(p.numel() for p in model.parameters())
     print(f"imported {numel:,} parameters from {folder} in {text.seconds(time.monotonic() - start)} into {' and '.join(paths)}")
     print(f"runs with nvme_path {', '.join(os.path.dirname(path) for path in paths)} and run_name {run_name} open it; {drive} has {_free(drive)} left")
+    return 0
+
+
+def _import_deepspeed(args: argparse.Namespace, folder: str, paths: Sequence[str], dtype: Any, replace: bool) -> int:
+    """A store from a checkpoint of DeepSpeed."""
+    from zinf.integrations.deepspeed.importing import import_deepspeed
+
+    for option in ("frozen", "ignore_unexpected", "keep_in_fp32", "momentum", "ema_decay"):
+        if getattr(args, option):
+            raise ConfigError(f"--{option.replace('_', '-')} does not go with --from-deepspeed, which takes what the checkpoint has: leave it out")
+    start = time.monotonic()
+    with text.bar("importing") as progress:
+        step, numel = import_deepspeed(
+            args.from_deepspeed,
+            folder,
+            [os.path.dirname(path) for path in paths],
+            tag=args.tag,
+            run_name=os.path.basename(paths[0]),
+            dtype=dtype,
+            optimizer=args.optimizer,
+            weights_only=args.weights_only,
+            overwrite=replace,
+            chunk_size=args.chunk_size,
+            crash_safe=not args.no_crash_safe,
+            progress=progress,
+        )
+    print(f"imported {numel:,} parameters from {args.from_deepspeed} at step {step} in {text.seconds(time.monotonic() - start)} into {' and '.join(paths)}")
     return 0
 
 

@@ -18,8 +18,19 @@ if TYPE_CHECKING:
     from zinf.integrations.deepspeed.comm import init_distributed
     from zinf.integrations.deepspeed.engine import DeepSpeedEngine
     from zinf.integrations.deepspeed.inference import InferenceEngine, init_inference
+    from zinf.integrations.deepspeed.trainer import take_argument, trainer_options
 
-__all__ = ["DeepSpeedEngine", "InferenceEngine", "add_config_arguments", "get_accelerator", "init_distributed", "init_inference", "initialize"]
+__all__ = [
+    "DeepSpeedEngine",
+    "InferenceEngine",
+    "add_config_arguments",
+    "get_accelerator",
+    "init_distributed",
+    "init_inference",
+    "initialize",
+    "take_argument",
+    "trainer_options",
+]
 
 _HOMES = {
     "initialize": "building",
@@ -29,6 +40,8 @@ _HOMES = {
     "init_distributed": "comm",
     "get_accelerator": "accelerator",
     "DeepSpeedEngine": "engine",
+    "trainer_options": "trainer",
+    "take_argument": "trainer",
 }
 _MODULES = ("zero", "utils", "comm", "ops", "checkpoint", "checkpointing", "accelerator", "lr_schedules")  # as attributes, as of DeepSpeed
 

@@ -258,7 +258,10 @@ def _clipping(given: _Given, t: Translation) -> None:
     if key in given.waiting:
         return
     norm = given.get(key)
-    if norm is None:
+    if norm is None and "max_grad_norm" in given.auto:  # the Trainer always says
+        norm = given.auto["max_grad_norm"]
+        t.report.append(Line(key, None, "honoured", f"max_grad_norm: {norm}, the Trainer's; 0 is none"))
+    elif norm is None:
         t.report.append(Line(key, None, "honoured", "max_grad_norm: 1.0, DeepSpeed's default where it is not given; 0 is none"))
     t.config["max_grad_norm"] = 1.0 if norm is None else norm or None
 

@@ -140,7 +140,7 @@ def import_deepspeed(
     crash_safe: bool = True,
     progress: Progress | None = None,
     **build: Any,
-) -> Store:
+) -> tuple[int, int]:
     """Make a store from a checkpoint of DeepSpeed (ZeRO-1, 2, 3 or universal): zinf.from_pretrained(model, ..., resume=True) goes on from it.
 
     Args:
@@ -150,7 +150,7 @@ def import_deepspeed(
         weights_only: no moments, step 0.
         build: see hf.loading.build_on_meta.
 
-    Returns the store, closed.
+    Returns (the step that it is at, the number of parameters).
 
     Raises:
         CheckpointError, ConfigError, StoreError, OSError: one line; no store is left that could be taken for a whole one.
@@ -171,8 +171,9 @@ def import_deepspeed(
         contextlib.closing(Store.create(paths, plan, io, crash_safe=crash_safe, overwrite=overwrite)) as store,
     ):
         write_records(plan, source, store.write, states=not weights_only, progress=progress)
-        store.commit(0 if weights_only else source.step, _extra(source, _origin(module, folder, paths, plan), optimizer, weights_only))
-        return store
+        step = 0 if weights_only else source.step
+        store.commit(step, _extra(source, _origin(module, folder, paths, plan), optimizer, weights_only))
+    return step, plan.numel
 
 
 def _origin(module: Any, folder: str, paths: Sequence[str], plan: layout.Model) -> Any:

@@ -5,13 +5,16 @@
 
 "auto" is filled from TrainingArguments, and what is not "auto" must agree with them, as with DeepSpeed. Optimizer, schedule, clipping and
 accumulation are then TrainingArguments' to say; what is left are zinf's options: where things live, and the loss scale.
+
+A script that takes `--deepspeed ds_config.json` takes it off its command line before it parses that: file, argv = take_argument().
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zinf.errors import ConfigError
@@ -49,3 +52,19 @@ def trainer_options(config: str | os.PathLike[str] | Mapping[str, Any], args: An
             instead = f"set lr_scheduler_type={wanted!r} and warmup_steps in TrainingArguments" if wanted else "take a schedule that the Trainer has"
             raise ConfigError(f"scheduler.type is {schedule['type']} in the DeepSpeed config, and the Trainer's is {have}: {instead}")
     return {key: value for key, value in found.config.items() if key not in OWNED}
+
+
+def take_argument(argv: Sequence[str] | None = None) -> tuple[str | None, list[str]]:
+    """(the file of `--deepspeed FILE`, the other arguments) of a command line; default: sys.argv. The last one counts, as in argparse."""
+    given, rest, file = list(sys.argv[1:] if argv is None else argv), [], None
+    while given:
+        word = given.pop(0)
+        if word == "--deepspeed":
+            if not given:
+                raise ConfigError("--deepspeed needs a file: --deepspeed ds_config.json")
+            file = given.pop(0)
+        elif word.startswith("--deepspeed="):
+            file = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return file, rest
