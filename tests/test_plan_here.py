@@ -12,7 +12,7 @@ from models import HYPER, LEAF_BYTES, llama, train
 
 from zinf import cli, measured, memory
 from zinf.engine import Engine
-from zinf.errors import ConfigError
+from zinf.errors import BudgetError, ConfigError
 from zinf.hf import facts as reader
 from zinf.hf import pace
 from zinf.hf.facts import Recipe
@@ -241,6 +241,35 @@ def test_a_refusal_is_json_too(tiny: str, capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr()
     told = json.loads(said.out)
     assert told["fits"] is False and "raise host_memory" in told["why"] and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("there", "work", "fits_with"),
+    [
+        ({"device_memory": cost.CONTEXT + 4 * MIB}, {"batch": 64, "seq": 64}, ["--micro-batch 16", "--batch 16"]),
+        ({}, {"host_memory": MIB}, ["no --host-memory, but all that the machine has"]),
+        ({"nvme_size": 3 * MIB}, {}, ["2 drives"]),
+        ({"device_memory": cost.CONTEXT}, {}, ["2 GiB of device memory"]),
+        ({"nvme_size": 3 * MIB, "device_memory": cost.CONTEXT}, {}, ["2 GiB of device memory and 2 drives"]),
+        ({"nvme_size": 1}, {}, []),
+    ],
+)
+def test_a_refusal_says_what_would_fit(tiny: str, there: dict[str, int], work: dict[str, int], fits_with: list[str]) -> None:
+    facts = reader.read(tiny)
+    box, asked = dataclasses.replace(BOX, **there), Workload(**{"batch": 1, "seq": 8, **work})  # type: ignore[arg-type]
+    with pytest.raises(BudgetError):
+        cost.forecast(facts, box, asked)
+    assert advice.remedies(facts, box, asked) == fits_with
+
+
+def test_activations_go_to_nvme_where_neither_device_nor_host_holds_them(tiny: str) -> None:
+    facts, work = reader.read(tiny), Workload(batch=64, seq=2048, micro_batch=1)
+    kept = facts.boundary(work.tokens)
+    small = dataclasses.replace(BOX, device_memory=cost.CONTEXT + kept // 2, host_memory=kept)
+    there = cost.forecast(facts, small, work)
+    assert there.plan.activations is Tier.NVME
+    roomy = cost.forecast(facts, dataclasses.replace(small, device_memory=8 * GB), work)
+    assert roomy.plan.activations is Tier.DEVICE and there.traffic.nvme_write - roomy.traffic.nvme_write == pytest.approx(kept, rel=0.05)
 
 
 def test_advice_counts_in_what_the_machine_has(tiny: str) -> None:

@@ -74,7 +74,7 @@ def run_io(args: argparse.Namespace) -> int:
         text.heading("Together")
         parts = measured.shares([os.path.abspath(path) for path in paths]) or []
         text.rows([(path, f"{part:.0%} of a store's bytes") for path, part in zip(paths, parts, strict=False)])
-    text.rows([("kept in", measured.location())], indent="\n  ")
+    text.rows([("kept", measured.location())])
     return 0
 
 
@@ -97,7 +97,7 @@ def show_drive(path: str, drive: Drive, trials: list[Trial]) -> None:
     text.table(["block", "depth", "read", "write", "both, each way"], body)
     times = drive.both * (1 / drive.read + 1 / drive.write)
     chosen = f"blocks of {format_bytes(drive.block_size)}, {drive.queue_depth} in flight"
-    print(f"\n  {chosen}; both at once is {times:.2f}x as fast as one after the other")
+    text.rows([("best", chosen), ("mix", f"both at once is {times:.2f}x as fast as one after the other")])
 
 
 # -------------------------------------------------------------------------------------------------- host and computation
@@ -116,7 +116,7 @@ def run_host(args: argparse.Namespace) -> int:
     ]
     compute = [("matmul", f"{host.flops / 1e12:.2f} TFLOP/s in bf16, {host.flops_fp32 / 1e12:.2f} in fp32")]
     text.rows({"adam": pairs, "compute": compute}.get(args.what, pairs + compute))
-    text.rows([("kept in", measured.location())], indent="\n  ")
+    text.rows([("kept", measured.location())])
     return 0
 
 

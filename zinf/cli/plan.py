@@ -50,7 +50,7 @@ def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     what.add_argument("--lora", type=_count, metavar="RANK", help="train adapters of this rank, and nothing else")
     what.add_argument("--lora-targets", nargs="+", default=["all-linear"], metavar="NAME", help="layers that get one, such as q_proj v_proj [all-linear]")
     what.add_argument("--clip", action="store_true", help="the norm of the grads is clipped (max_grad_norm)")
-    what.add_argument("--activations", choices=("auto", "device", "host"), default="auto", help="where the inputs of blocks wait for backward")
+    what.add_argument("--activations", choices=("auto", "device", "host", "nvme"), default="auto", help="where the inputs of blocks wait for backward")
     what.add_argument("--weights", choices=("auto", "host", "nvme"), default="auto", help="where the weights rest between uses")
     what.add_argument("--state", choices=("auto", "host", "nvme"), default="auto", help="where the optimizer state rests; nvme: shards step under backward")
     p.add_argument("--json", action="store_true", help="machine-readable")
@@ -65,7 +65,7 @@ def _count(value: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     from zinf.hf import facts as reader
-    from zinf.planner.advice import suggestions
+    from zinf.planner.advice import remedies, suggestions
     from zinf.planner.cost import Workload, forecast
 
     if args.measure and args.machine:
@@ -74,13 +74,15 @@ def run(args: argparse.Namespace) -> int:
     recipe = _of(reader.Recipe, args)
     facts = reader.read(args.model, recipe)
     workload = _of(Workload, args)
-    there = there or _this(args, facts)
+    there = there.computing(facts.dtype) if there else _this(args, facts)
     try:
-        result = forecast(facts, there.computing(facts.dtype) if args.machine else there, workload)
+        result = forecast(facts, there, workload)
     except BudgetError as e:
+        fits_with = remedies(facts, there, workload)
         if args.json:
-            print(json.dumps({"model": facts.name, "parameters": facts.layout.numel, "fits": False, "why": str(e)}, indent=2))
-        raise
+            told = {"model": facts.name, "parameters": facts.layout.numel, "fits": False, "why": str(e), "fits_with": fits_with}
+            print(json.dumps(told, indent=2))
+        raise BudgetError(f"{e}; it fits with {', or with '.join(fits_with) if fits_with else 'no one or two changes that were tried'}") from e
     better = suggestions(facts, result)
     if args.json:
         json.dump(as_json(facts, result, better), sys.stdout, indent=2)
@@ -232,7 +234,7 @@ def show_step(result: Forecast) -> None:
     traffic, machine = result.traffic, result.machine
     text.heading("A step")
     moved = {
-        "compute": f"{traffic.flops / 1e12:.4g} TFLOP",
+        "compute": f"{text.number(traffic.flops / 1e12)} TFLOP",
         "optimizer": format_bytes(traffic.stepped),
         "h2d": format_bytes(traffic.h2d),
         "d2h": format_bytes(traffic.d2h),
@@ -256,7 +258,7 @@ def show_step(result: Forecast) -> None:
     text.rows(
         [
             ("takes", f"{text.seconds(result.step)}, most of it for {result.limiter}{shared}"),
-            ("speed", f"{result.tokens_per_second:.0f} tokens/s, {result.steps_per_day:.0f} steps a day"),
-            ("wear", f"{result.written_per_1000_steps / 1e12:.3g} TB written in 1000 steps; {lasts}"),
+            ("speed", f"{text.number(result.tokens_per_second)} tokens/s, {text.number(result.steps_per_day)} steps a day"),
+            ("wear", f"{text.number(result.written_per_1000_steps / 1e12)} TB written in 1000 steps; {lasts}"),
         ]
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 
 
@@ -19,10 +21,14 @@ def heading(text: str) -> None:
 
 
 def rows(pairs: Sequence[tuple[str, object]], indent: str = "  ") -> None:
-    """Names and values in two columns; a value of several lines stays in its column."""
+    """Names and values in two columns; a value of several lines stays in its column, and so does one that is too long for the terminal."""
     width = max((len(name) for name, _ in pairs), default=0)
+    room = shutil.get_terminal_size().columns - len(indent.lstrip("\n")) - width - 2 if sys.stdout.isatty() else 0
     for name, value in pairs:
-        first, *more = str(value).split("\n")
+        lines = str(value).split("\n")
+        if room >= 20:
+            lines = [part for line in lines for part in textwrap.wrap(line, room, break_on_hyphens=False) or [""]]
+        first, *more = lines
         print(f"{indent}{name:<{width}}  {first}")
         for line in more:
             print(f"{indent}{'':<{width}}  {line}")
@@ -60,3 +66,8 @@ def bar(what: str) -> Iterator[Callable[[int, int], None]]:
             shown.update(done - shown.n)
 
         yield progress
+
+
+def number(x: float) -> str:
+    """12,345 or 98.7 or 0.0123: three digits, or whole."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from zinf.config import format_bytes
 from zinf.errors import BudgetError
@@ -19,7 +20,10 @@ class Suggestion:
     gain: float  # tokens/s, of the changed over the present
 
 
-def changes(machine: Machine, workload: Workload) -> Iterator[tuple[str, Machine, Workload]]:
+Change = tuple[str, Machine, Workload]  # what is said of it, and what there is after it
+
+
+def changes(machine: Machine, workload: Workload) -> Iterator[Change]:
     """Each one change, and what there would be after it."""
     host, budget = 2 * machine.host_memory, 2 * (workload.host_memory or 0)
     more = dataclasses.replace(workload, host_memory=budget or None)
@@ -58,3 +62,49 @@ def suggestions(facts: Facts, now: Forecast, count: int = 3) -> list[Suggestion]
         if gain >= 1.01:
             found.append(Suggestion(text, gain))
     return sorted(found, key=lambda s: -s.gain)[:count]
+
+
+def remedies(facts: Facts, machine: Machine, workload: Workload, count: int = 2) -> list[str]:
+    """For what does not fit: the first changes of different kinds that would make it, the cheapest first; where no one does, the first two together."""
+    found = [text for kind in _kinds(machine, workload) for text in _first_that_fits(facts, kind)]
+    return found[:count] or next(_pairs(facts, machine, workload), [])
+
+
+def _pairs(facts: Facts, machine: Machine, workload: Workload) -> Iterator[list[str]]:
+    """Two changes together."""
+    for kind in _kinds(machine, workload):
+        for first, there, work in kind:
+            for then in _kinds(there, work):
+                for second in _first_that_fits(facts, then):
+                    yield [f"{first} and {second}"]
+
+
+def _first_that_fits(facts: Facts, kind: list[Change]) -> list[str]:
+    """What is said of it; nothing if none does."""
+    for text, machine, workload in kind:
+        try:
+            forecast(facts, machine, workload)
+        except BudgetError:
+            continue
+        return [text]
+    return []
+
+
+def _kinds(machine: Machine, workload: Workload) -> Iterator[list[Change]]:
+    """Changes by kind, each from the least on."""
+    rows = workload.micro_batch or workload.batch
+    smaller = [rows >> k for k in range(1, rows.bit_length())]
+    yield [(f"--micro-batch {m}", machine, dataclasses.replace(workload, micro_batch=m)) for m in smaller]
+    for key, option in (("host_memory", "--host-memory"), ("device_memory", "--device-memory")):
+        if getattr(workload, key) is not None:
+            without: dict[str, Any] = {key: None}
+            yield [(f"no {option}, but all that the machine has", machine, dataclasses.replace(workload, **without))]
+    if workload.activations != "auto":
+        yield [("--activations auto", machine, dataclasses.replace(workload, activations="auto"))]
+    batches = [workload.batch >> k for k in range(1, workload.batch.bit_length())]
+    yield [(f"--batch {m}", machine, dataclasses.replace(workload, batch=m, micro_batch=None)) for m in batches]
+    for key, what in (("device_memory", "device memory"), ("host_memory", "host memory")):
+        if not (machine.direct and key == "device_memory"):
+            sizes = [k * getattr(machine, key) for k in (2, 4, 8)]
+            yield [(f"{format_bytes(n)} of {what}", dataclasses.replace(machine, **{key: n}), workload) for n in sizes]
+    yield [(f"{k * machine.drives} drives", dataclasses.replace(machine, drives=k * machine.drives), workload) for k in (2, 4, 8)]

@@ -126,14 +126,14 @@ def step_time(phases: tuple[Traffic, ...], fill: Traffic, machine: Machine) -> t
 
 
 def forecast(facts: Facts, machine: Machine, workload: Workload) -> Forecast:
-    """The faster of what fits: boundary activations on the device, or on the host.
+    """The fastest of what fits: boundary activations on the device, on the host, or on NVMe.
 
     Raises:
         BudgetError: nothing fits; says what does not, and what to change.
     """
     found: list[Forecast] = []
     errors: list[BudgetError] = []
-    for tier in ("device", "host") if workload.activations == "auto" and not machine.direct else (workload.activations,):
+    for tier in ("device", "host", "nvme") if workload.activations == "auto" and not machine.direct else (workload.activations,):
         try:
             found.append(_forecast(facts, machine, workload, tier))
         except BudgetError as e:
