@@ -138,6 +138,31 @@ def test_what_a_killed_run_leaves_is_readable(tmp_path):
     assert read(tmp_path / "odd.json").damaged >= 3
 
 
+class Opaque:
+    """A transfer that only knows whether it is over, as an event of a card."""
+
+    over = False
+
+    def done(self) -> bool:
+        return self.over
+
+
+def test_transfers_without_times_are_in_order_and_asked_at_every_event(tmp_path):
+    recorder = Recorder(str(tmp_path / "t.json"), ["a", "b"])
+    first, second = Opaque(), Opaque()
+    for shard, moving in enumerate((first, second)):
+        recorder.moving("upload", shard, 10, moving)
+    second.over = True  # copies of one direction go in order: nothing is over before the first is
+    recorder.span("step", 0, "", recorder.began, recorder.began, 1)
+    assert [row[1] for row in recorder._rows] == ["step a"]
+    first.over = True
+    recorder.span("step", 1, "", recorder.began, recorder.began, 1)
+    recorder.moving("upload", 0, 10, Opaque())  # never over: it is left out
+    recorder.close()
+    found = [e for e in read(tmp_path / "t.json").events if e.lane == UP]
+    assert [e.name for e in found] == ["upload a", "upload b"] and found[0].end <= found[1].start + 1e-8
+
+
 def test_memory_and_file_are_bounded(tmp_path, caplog):
     recorder = Recorder(str(tmp_path / "t.json"), ["a"], limit=1 << 20)
     with caplog.at_level(logging.WARNING, "zinf"):

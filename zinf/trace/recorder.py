@@ -2,7 +2,8 @@
 
     lane      a resource: compute, waiting, CPU optimizer, host to device, NVMe read, ... A lane that does several things at once (a
               drive) is drawn in as many rows as it has things under way; within a row nothing overlaps
-    moving    a transfer under way. It knows itself when it began and ended (`times`); else the moment counts when its end was seen
+    moving    a transfer under way. It knows itself when it began and ended (`times`); one that does not (an event of a card) is asked at every other
+              event whether it is over, and began when it was submitted, or when the one before it in its lane was over: such copies go in order
     counter   bytes held in a tier at that moment
 
 Events are kept in memory until there are FLUSH of them or a step ends, then appended in one write: a run that is killed leaves a
@@ -62,7 +63,9 @@ class Recorder:
         self._rows: list[tuple[str, str, str, float, float, dict[str, Any]]] = []  # lane, name, verb, start, end, args
         self._counters: list[tuple[str, float, Mapping[str, int]]] = []
         self._moving: deque[tuple[Moving, float, str, str, str, dict[str, Any]]] = deque()
+        self._untimed: dict[str, deque[tuple[Moving, float, str, str, str, dict[str, Any]]]] = {}  # lane -> those that do not know their times
         self._ends: dict[str, list[float]] = {}  # lane -> where each of its rows ends
+        self._last: dict[str, float] = {}  # lane -> when its last transfer without times was over
         self._ids: dict[tuple[str, int], int] = {}
         self._now: tuple[int, str, int, float] | None = None  # thread, phase, shard, since: what is being computed
         self.began = time.perf_counter()
@@ -90,7 +93,9 @@ class Recorder:
         """A transfer was started just now."""
         name = f"{verb} {self._name(shard, detail)}"
         with self._lock:
-            self._moving.append((moving, time.perf_counter(), lane or LANES[verb], name, verb, {"bytes": nbytes, "shard": shard, **(args or {})}))
+            lane = lane or LANES[verb]
+            queue = self._moving if hasattr(moving, "times") else self._untimed.setdefault(lane, deque())
+            queue.append((moving, time.perf_counter(), lane, name, verb, {"bytes": nbytes, "shard": shard, **(args or {})}))
             if len(self._moving) % SWEEP == 0:
                 self._sweep()
 
@@ -139,6 +144,7 @@ class Recorder:
     def event(self, lane: str, name: str, verb: str, start: float, end: float, args: dict[str, Any]) -> None:
         with self._lock:
             self._rows.append((lane, name, verb, start, end, args))
+            self._poll()
             if len(self._rows) + len(self._counters) >= FLUSH:
                 self.flush()
 
@@ -148,6 +154,7 @@ class Recorder:
         """Append what is known to the file."""
         with self._lock:
             self._sweep()
+            self._poll()
             rows, self._rows = sorted(self._rows, key=lambda row: row[4]), []
             counters, self._counters = self._counters, []
             if self._file is None:
@@ -221,8 +228,18 @@ class Recorder:
             if not moving.done():
                 self._moving.append(entry)
                 continue
-            start, end = getattr(moving, "times", None) or (submitted, time.perf_counter())
+            start, end = moving.times or (submitted, time.perf_counter())  # type: ignore[attr-defined]
             self._rows.append((lane, name, verb, start, end, args))
+
+    def _poll(self) -> None:
+        """Make events of the transfers that are over and have no times, in order."""
+        for lane, queue in self._untimed.items():
+            while queue and queue[0][0].done():
+                _, submitted, _, name, verb, args = queue.popleft()
+                now = time.perf_counter()
+                start = max(submitted, self._last.get(lane, 0.0))
+                self._last[lane] = now
+                self._rows.append((lane, name, verb, min(start, now), now, args))
 
     def _pause(self, end: float) -> None:
         if self._now is not None:
