@@ -444,8 +444,9 @@ def _about(config: TrainConfig, engine: EngineLike) -> dict[str, Any]:
     """What a report of the run wants to know beside its steps."""
     from zinf import __version__, measured
 
-    drives = measured.drives(config.engine.nvme_path)
+    drives, host = measured.drives(config.engine.nvme_path), measured.load().host
     bounds = {f"nvme_{key}": sum(getattr(d, key) for d in drives) for key in ("read", "write", "both")} if drives else {}
+    bounds |= {"link": host.link} if host is not None and host.link is not None else {}
     recorder = getattr(getattr(engine, "trace", None), "recorder", None)
     values = dataclasses.asdict(config)
     values["engine"] = {f.name: v for f in dataclasses.fields(Config) if (v := getattr(config.engine, f.name)) != f.default}

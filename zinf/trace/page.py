@@ -247,7 +247,7 @@ def _timeline_section(step: Step, left_out: int) -> str:
         note += f" {left_out} events are left out, the shortest."
     buttons = (("in", "zoom in", "+"), ("out", "zoom out", "&minus;"), ("all", "", "whole step"))
     tools = f'<div class="tools">{"".join(f"<button id={ident} title={title!r}>{text}</button>" for ident, title, text in buttons)}</div>'
-    used = ["forward", "backward", "waiting", "step", "fetch", "flush", "upload", "offload", "commit"]
+    used = ["forward", "backward", "waiting", "loop", "step", "fetch", "flush", "upload", "offload", "commit"]
     legend = "".join(f'<span><i data-color="{k}"></i>{k}</span>' for k in used)
     canvas = f'<canvas id="timeline" tabindex="0" aria-label="timeline of step {step.number}"></canvas><div class="legend">{legend}</div>'
     return _section(f"Step {step.number}, {_seconds(step.end - step.start)}", note, canvas, tools)
@@ -321,7 +321,7 @@ def _bandwidth(run: Run, found: Summary, timeline: Timeline, step: Step, charts:
                 [lane, _bytes(moved), _rate(moved / busy), _rate(bound) if bound else "not measured", f"{100 * moved / busy / bound:.0f} %" if bound else ""]
             )
     note = "While reads and writes share the drive, neither reaches its bound alone."
-    if not bounds:
+    if not any(key in bounds for key in ("nvme_read", "nvme_write")):
         note = "The drive's bound was not measured on this machine: <code>zinf bench io PATH</code> measures it, and the next run's report shows it."
     table = _table(["", "moved", "while busy", "bound", "of it"], rows)
     return _section("Bandwidth", note, f'<div id="bandwidth"></div>{table}')
