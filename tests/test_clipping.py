@@ -43,6 +43,27 @@ def train_all(engine, many):
 # -- the norm ---------------------------------------------------------------------------------------------------------------
 
 
+@devices
+def test_a_norm_that_is_asked_for_between_backwards(tmp_path, device):
+    """It is that of the grads so far, and leaves no trace in the step's."""
+    many = [part for ids in batches(1) for part in ids.chunk(4)]
+    seen = []
+    for ask in (False, True):
+        folder = tmp_path / str(ask)
+        folder.mkdir()
+        with engine_of(folder, device=device, gradient_accumulation_steps=4, max_grad_norm=0.5) as engine:
+            asked = []
+            for ids in many:
+                engine.backward(engine(input_ids=ids, labels=ids).loss / 4)
+                if ask:
+                    asked.append(engine.grad_norm())
+            norm = engine.step().grad_norm
+            assert not ask or (asked[-1] == norm and len(set(asked)) == 4)
+            seen.append((norm, engine_snapshot(engine)))
+    assert seen[0][0] == seen[1][0]
+    assert_same(seen[0][1], seen[1][1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_norm", [0.25, 1e6])
 def test_norm_and_coefficient_are_torchs(tmp_path, dtype, max_norm):
@@ -57,7 +78,8 @@ def test_norm_and_coefficient_are_torchs(tmp_path, dtype, max_norm):
     theirs = torch.nn.utils.clip_grad_norm_(copies, max_norm).item()
     with engine_of(tmp_path, llama(dtype), max_grad_norm=max_norm) as engine:
         engine.backward(engine(input_ids=ids, labels=ids).loss)
-        assert engine.step().grad_norm == pytest.approx(theirs, rel=1e-6)
+        norm = engine.grad_norm()
+        assert engine.step().grad_norm == norm == pytest.approx(theirs, rel=1e-6)
         pending = {s.pending.scale for s in engine.shards if s.pending is not None}
         assert len(pending) == 1 and pending.pop() == pytest.approx((copies[3].grad.abs().max() / before).item(), rel=1e-6)
 

@@ -29,13 +29,13 @@ class Progress:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.found: dict[str, Any] = {}
-        self.expects = 0  # the Trainer's step once the engine's last one is over: the schedule has moved then
+        self._ahead = 0  # steps that the engine has made more than the Trainer counts, between steps
         self._said = False
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values; nothing in the middle of a step, outside of training, or with a schedule whose state is more than that."""
         trainer = self._trainer
-        if trainer.lr_scheduler is None or not trainer.is_in_train or trainer.state.global_step != self.expects:
+        if trainer.lr_scheduler is None or not trainer.is_in_train or self._steps() != self._ahead:
             return {}
         schedule = trainer.lr_scheduler.state_dict()
         try:
@@ -49,6 +49,14 @@ class Progress:
         groups = [{k: v for k, v in g.items() if k in ("lr", "initial_lr")} for g in trainer.optimizer.param_groups]
         folder = os.path.abspath(trainer.args.output_dir)
         return {"output_dir": folder, "state": json.dumps(state), "schedule": json.dumps(schedule), "groups": groups, "rng": rng.capture()}
+
+    def begin(self) -> None:
+        """Training begins, and the Trainer is where its engine is."""
+        self._ahead = self._steps()
+
+    def _steps(self) -> int:
+        engine = self._trainer.engine
+        return engine.global_step + engine.skipped_steps - self._trainer.state.global_step
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep it for `further_than`."""

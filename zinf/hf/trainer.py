@@ -319,10 +319,9 @@ class _Steps(TrainerCallback):
         self._trainer, self._skipped = trainer, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer._zinf_progress.expects = state.global_step
+        self._trainer._zinf_progress.begin()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer._zinf_progress.expects = state.global_step + 1
         skipped = self._trainer.engine.skipped_steps
         self._trainer.optimizer._is_overflow = skipped > self._skipped
         self._skipped = skipped
