@@ -227,6 +227,15 @@ def test_wrong_turns(tmp_path: Path) -> None:
         load_into(engine, ZeroCheckpoint(str(DATA / "z3r2")))
 
 
+def test_another_layout_is_one_line(tmp_path: Path) -> None:
+    copy = broken(tmp_path, "z3r1")
+    file = copy / "global_step3" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": {"partition_count": 1}}, file)
+    with pytest.raises(CheckpointError, match=r"is no checkpoint of ZeRO as DeepSpeed 0.19.8 lays it out") as e:
+        ZeroCheckpoint(str(copy))
+    assert "\n" not in str(e.value)
+
+
 class Trap:
     """Pickled, it would run when it is opened."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_data import make_losses
 from models import LEAF_BYTES, batches
 from models import llama as any_llama
 from oracle import Oracle, engine_snapshot
@@ -305,6 +306,22 @@ def test_the_loader_has_deepspeeds_order(tmp_path: Path) -> None:
         order = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()
         assert list(loader) == [tuple(order[:4]), tuple(order[4:8])] == list(loader)
         assert list(engine.deepspeed_io(data, batch_size=5, route="eval", collate_fn=list)) == [data[:5], data[5:]]
+
+
+# ------------------------------------------------------------------------------------------------- beside DeepSpeed itself
+
+
+@pytest.mark.parametrize("name", make_losses.CONFIGS)
+def test_deepspeeds_own_run(name: str) -> None:
+    """The loop that DeepSpeed 0.19.8 ran (ds_data/make_losses.py, fp32): its losses, norms, learning rates and boundaries.
+
+    Close, as its AdamW and its norm are torch's; the learning rates and the boundaries are equal.
+    """
+    want = json.loads((Path(make_losses.__file__).with_name("losses.json")).read_text())["runs"][name]
+    got = make_losses.run(deepspeed, make_losses.CONFIGS[name], **SMALL)
+    assert got["boundaries"] == want["boundaries"] and got["lrs"] == want["lrs"]
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-5) and got["norms"] == pytest.approx(want["norms"], rel=1e-4)
+    assert len(want["norms"]) == make_losses.STEPS and len(set(want["losses"])) > 5
 
 
 # ------------------------------------------------------------------------------------------------------------- initialize

@@ -101,6 +101,12 @@ class ZeroCheckpoint:
 
     def __init__(self, folder: str, tag: str | None = None):
         self.where = find(folder, tag)
+        try:
+            self._read()
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
+            raise CheckpointError(f"{self.where} is no checkpoint of ZeRO as DeepSpeed 0.19.8 lays it out ({type(e).__name__}: {e})") from None
+
+    def _read(self) -> None:
         files = sorted(set(_files(self.where, _MODEL[0])) or _files(self.where, _MODEL[1]), key=_natural)
         if not files:
             raise CheckpointError(f"{self.where} has no file *_model_states.pt: it is no checkpoint of DeepSpeed")
@@ -215,7 +221,7 @@ def _streams(folder: str, saved: Mapping[str, Any], shapes: Mapping[str, tuple[i
     count = max(count) if isinstance(count, (list, tuple)) else count
     if count != len(ranks):
         raise CheckpointError(f"{folder} has {len(ranks)} files *_optim_states.pt and was written by {count} ranks: copy all of them")
-    if ranks[0]["zero_stage"] == 3:
+    if "fp32_flat_groups" in ranks[0]:  # stage 3
         return _partitioned(ranks, shapes)
     return _grouped(ranks, saved["param_shapes"])
 
@@ -273,7 +279,7 @@ def _step(state: Mapping[str, Any]) -> int:
 
 
 def _state(state: Mapping[str, Any], name: str, plane: str) -> torch.Tensor:
-    found = state.get(MOMENTS[plane])
+    found = state.get(MOMENTS.get(plane, plane))
     if not isinstance(found, torch.Tensor):
         raise CheckpointError(
             f"there is no {MOMENTS[plane]} of {name}: with NVMe DeepSpeed leaves it in offloaded_tensors, or it is of another optimizer; load the weights only"
