@@ -95,6 +95,7 @@ class _Given:
         self.report: list[Line] = []
         self.errors: list[str] = []
         self._seen: dict[str, Any] = {}
+        self._looked = 0  # for the nearest of unknown keys
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self.values.get(key)
@@ -120,7 +121,8 @@ class _Given:
         self._seen[key] = value
 
     def _unknown(self, key: str) -> str:
-        return f"unknown key; {_nearest(key)}" if len(self.errors) < SHOWN else "unknown key"  # to look for the nearest takes its time
+        self._looked += 1
+        return f"unknown key; {_nearest(key)}" if self._looked <= SHOWN else "unknown key"  # to look for the nearest takes its time
 
     def _accept(self, key: str, value: Any, entry: Entry) -> None:
         said = entry.said
