@@ -1,11 +1,12 @@
 """One long training in a process of its own, that watches what it uses: for tests/test_bounded.py.
 
-    python tests/bounded_worker.py FOLDER STEPS [pressure | leak]      the last line of stdout is one JSON object
+    python tests/bounded_worker.py FOLDER STEPS [pressure | leak | group=FOLDER]      the last line of stdout is one JSON object
 
 The first steps warm up. Then the address space is limited to what it is plus MARGIN, so that an allocation beyond that fails. Every few
 steps: anonymous memory, address space, descriptors, threads, bytes on the drive. With pressure, a thread takes every clean page away again and
-again: what the kernel does to a process where another one eats the RAM (without swap it cannot take others). With leak, each step keeps 64 KiB and
-a descriptor, so that the test can be seen to fail.
+again: what the kernel does to a process where another one eats the RAM (without swap it cannot take others). With group, the control
+group that this process is in is limited as well, to the memory that it then has and GROUP_MARGIN. With leak, each step keeps 64 KiB and a descriptor, so
+that the test can be seen to fail.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from zinf.tiers import host  # noqa: E402
 
 MIB = 1 << 20
 WARM, MARGIN = 30, 24 * MIB
+GROUP_MARGIN = 32 * MIB  # of it the kernel's own for this process, and pages of files that are in use now
 BUDGETS = dict(host_memory=900 << 10, device_memory=500 << 10)
 MADV_PAGEOUT = 21
 
@@ -119,9 +121,15 @@ class Watch:
         gc.collect()
         self.limit = status("VmSize") + MARGIN
         resource.setrlimit(resource.RLIMIT_AS, (self.limit, self.limit))
+        if self.mode.startswith("group="):
+            self._limit_group(Path(self.mode.removeprefix("group=")))
         self.faults = page_faults()
         if self.mode == "pressure":
             self.pressure.start()
+
+    def _limit_group(self, folder: Path) -> None:
+        name = "memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes"
+        (folder / name).write_text(str(status("RssAnon") + GROUP_MARGIN))
 
     def stepped(self, step: int, seconds: float, loss: float) -> None:
         self.times.append(seconds)

@@ -308,9 +308,9 @@ def test_budgets_hold_and_what_has_no_room_is_said(tmp_path, caplog):
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize(("kind", "error"), [("r", errno.EIO), ("w", errno.EIO), ("w", errno.ENOSPC)])
-@pytest.mark.parametrize("mode", ["backward", "deferred"])
-def test_an_error_of_the_disk(tmp_path, monkeypatch, kind, error, device, mode):
-    """It surfaces as OSError, and after zero_grad the step can be made again: the same bits in the end."""
+@pytest.mark.parametrize(("mode", "again"), [("backward", "zero_grad"), ("deferred", "zero_grad"), ("backward", "recover"), ("deferred", "recover")])
+def test_an_error_of_the_disk(tmp_path, monkeypatch, kind, error, device, mode, again):
+    """It surfaces as OSError, and after zero_grad (where nothing was stepped yet) or recover the step can be made again: the same bits in the end."""
     monkeypatch.setenv("ZINF_IO_BACKEND", "faults:uring")
     oracle = Oracle(Net(), lr=1e-3, weight_decay=0.1, leaf_bytes=LEAF_BYTES)
     for step in range(3):
@@ -324,9 +324,9 @@ def test_an_error_of_the_disk(tmp_path, monkeypatch, kind, error, device, mode):
                 with pytest.raises(OSError) as raised:
                     engine.backward(square(engine, step))
                 assert raised.value.errno == error and "activations" in str(raised.value.filename)
-                engine.zero_grad()
                 del raised  # its traceback holds the graph
                 gc.collect()
+                assert engine.zero_grad() is None if again == "zero_grad" else engine.recover() == step
             engine.backward(square(engine, step))
             engine.step()
         assert_same(engine_snapshot(engine), oracle.snapshot())

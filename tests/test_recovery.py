@@ -243,3 +243,34 @@ def test_recover_where_nothing_is_wrong_changes_nothing(tmp_path):
             one_step(engine)
             assert engine.recover() == step + 1
         same_end(end(engine), straight("deferred"))
+
+
+def test_close_on_a_full_disk_loses_nothing_and_can_be_called_again(tmp_path, monkeypatch):
+    """Also given up (commit=False), and at the end of a with block, which ends: then the last commit is what is there."""
+    engine = quiet(tmp_path, **MODES["deferred"])
+    train(engine, 2)
+    engine.synchronize()
+    train(engine, 3)
+    left = full(monkeypatch, 10**9)
+    for _ in range(2):
+        with pytest.raises(CommitError, match="step 3 is made and not committed"):
+            engine.close()
+    left[0] = 0
+    train(engine, 4)  # it is as open as it was
+    left[0] = 1
+    with pytest.raises(CommitError):
+        engine.close()
+    engine.close()
+    engine.close()
+    with quiet(tmp_path, resume=True, **MODES["deferred"]) as engine:
+        assert engine.global_step == 4
+        engine.restore_rng()
+        train(engine, STEPS)
+        same_end(end(engine), straight("deferred"))
+        engine.synchronize()
+        train(engine, STEPS + 1)
+        engine.close(commit=False)
+    with pytest.raises(CommitError), quiet(tmp_path, resume=True, **MODES["deferred"]) as engine:
+        assert engine.global_step == STEPS
+        left[0] = 10**9
+    assert not engine._shutdown.alive and threads() == []

@@ -39,6 +39,7 @@ from training_pair import Moment, Pair  # noqa: E402
 from training_recipe import BLOCKS, Interrupted, Recipe, loss_of  # noqa: E402
 
 from zinf.aio.faults import Rule  # noqa: E402
+from zinf.checkpoint import saver  # noqa: E402
 from zinf.engine import Engine  # noqa: E402
 from zinf.errors import CommitError, ConfigError, EngineError  # noqa: E402
 
@@ -46,7 +47,7 @@ SECONDS = 60  # for one seed; a hang ends the command with the stacks of all thr
 ACTIONS_EACH = 25  # of a seed
 ACTIONS = dict(
     step=10, io_error=2, compare=2, overflow=1, evaluate=1, evaluate_between=1, edit=1, edit_undone=1, load_weights=1, half_a_step=1,
-    save=1, load=1, reopen=1, crash=1, commit=1, reorder=1, freeze=3,
+    save=1, save_fails=1, load=1, reopen=1, crash=1, commit=1, reorder=1, freeze=3,
 )  # fmt: skip
 
 
@@ -206,6 +207,37 @@ class Machine:
         self.saved[tag] = self.pair.moment()
         self.dirty = False
 
+    def save_fails(self) -> None:
+        """A save beside training finds a full disk, or one that fails: it says so once, training goes on, and a checkpoint that had the tag still has it."""
+        if not self.recipe.nvme:
+            return
+        self.engine.saver.finish()
+        tag = self.draw.choice([*self.saved, f"tag{len(self.saved)}"])
+        kind, what = self.draw.choice([("w", "weights"), ("w", "state"), ("d", "")])
+        rule = Rule(kind, what, nth=self.draw.randrange(1, 5), error=self.draw.choice([errno.EIO, errno.ENOSPC, errno.EDQUOT]))
+        self.mark()
+        real = saver.open_engine
+
+        def failing(*args: Any, **options: Any) -> Any:
+            io = real(*args, **options)
+            io.arm([rule])
+            return io
+
+        saver.open_engine = failing
+        try:
+            saved = self.engine.save_checkpoint(self.pair.folder / "checkpoints", tag, extra={"data_at": self.pair.data_at}, wait=False)
+        finally:
+            saver.open_engine = real
+        moment, self.dirty = self.pair.moment(), False
+        if self.draw.random() < 0.5:
+            self.step()
+        try:
+            saved.wait()
+        except OSError as e:
+            assert e.errno == rule.error, e
+            return self.note(f"{tag}: {e.strerror}")
+        self.saved[tag] = moment  # there were not so many writes
+
     def load(self) -> None:
         """One of the checkpoints."""
         if self.saved:
@@ -235,7 +267,8 @@ class Machine:
         """The n-th read, write or sync from now fails, within two steps; recover() is then at a step that had ended."""
         if not self.recipe.crash_safe or self.dirty:
             return
-        kind, what = self.draw.choice([("r", "weights"), ("r", "state"), ("w", "weights"), ("w", "state"), ("d", "")])
+        away = [(kind, what) for what in ("grads", "activations") if self.recipe.options.get(what) == "nvme" for kind in "rw"]
+        kind, what = self.draw.choice([("r", "weights"), ("r", "state"), ("w", "weights"), ("w", "state"), ("d", ""), *away])
         nth = self.draw.randrange(1, 9) if what else self.draw.randrange(1, 4)
         self.note(f"{kind} {what} {nth}")
         self.engine.saver.finish()  # else the error may be the checkpoint's

@@ -35,7 +35,7 @@ from zinf.compiling import check_backend, compile_forward
 from zinf.conductor import Conductor
 from zinf.config import Config, check_keys
 from zinf.discover import check_model, discover, layout_of, may_train
-from zinf.errors import EngineError
+from zinf.errors import CommitError, EngineError
 from zinf.health import Health
 from zinf.optimizer import Optimizer, make_groups
 from zinf.planner.achieved import Achieved
@@ -424,24 +424,39 @@ class Engine:
 
     # -- end ----------------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self, *, commit: bool = True) -> None:
         """Apply and commit what is pending, then stop every thread and free every byte. Idempotent.
 
         Without a store the parameters get their values, which nothing else would keep; with one they stay placeholders.
+
+        Args:
+            commit: False gives up what was stepped since the last commit.
+
+        Raises:
+            CommitError: there is no room for the commit. The engine stays open, and nothing is lost: make room, and call it again. At the end of a
+                `with` block, which must end, the engine is closed all the same, at the last commit.
+            OSError: the drive failed, or a save that was under way. It is closed.
         """
         if not self._shutdown.alive:
             return
         try:
-            if self.health.error is None and self.stepper.early:
-                self.zero_grad()
-            if self.health.error is None:
-                self.commit()
-                self.synchronize()
-                if self.memory.io is None:
-                    reading.hand_over(self)
+            if commit and self.health.error is None:
+                self._close_well()
             self.saver.finish()
-        finally:
+        except CommitError:
+            raise
+        except BaseException:
             self._release()
+            raise
+        self._release()
+
+    def _close_well(self) -> None:
+        if self.stepper.early:
+            self.zero_grad()
+        self.commit()
+        self.synchronize()
+        if self.memory.io is None:
+            reading.hand_over(self)
 
     def _release(self) -> None:
         for undo in self._undo:
@@ -458,10 +473,12 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            self.close()
-        elif self._shutdown.alive:
-            self._release()
+        try:
+            if error is None:
+                self.close()
+        finally:
+            if self._shutdown.alive:
+                self._release()
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self.health.check_whole()
