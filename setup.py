@@ -34,7 +34,7 @@ def extension(name: str, folder: str, **kw) -> Pybind11Extension:
     sources = sorted(glob(f"csrc/{folder}/**/*.cpp", recursive=True))
     headers = sorted(glob(f"csrc/{folder}/**/*.[hi]*", recursive=True)) + sorted(glob("csrc/*.h"))
     sanitize = os.environ.get("ZINF_SANITIZE")
-    san = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g"] if sanitize else []
+    san = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-O1", "-g1"] if sanitize else []  # at -O3 the kernels alone take minutes
     flags = dict(cxx_std=20, extra_compile_args=FLAGS + san, extra_link_args=["-pthread", *san])
     return Pybind11Extension(name, sources, depends=headers, include_dirs=["csrc"], **flags, **kw)
 

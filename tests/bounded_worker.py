@@ -1,12 +1,12 @@
 """One long training in a process of its own, that watches what it uses: for tests/test_bounded.py.
 
-    python tests/bounded_worker.py FOLDER STEPS [pressure | leak | group=FOLDER]      the last line of stdout is one JSON object
+    python tests/bounded_worker.py FOLDER STEPS [pressure | leak | group=FOLDER [ROOM]]      the last line of stdout is one JSON object
 
 The first steps warm up. Then the address space is limited to what it is plus MARGIN, so that an allocation beyond that fails. Every few
 steps: anonymous memory, address space, descriptors, threads, bytes on the drive. With pressure, a thread takes every clean page away again and
 again: what the kernel does to a process where another one eats the RAM (without swap it cannot take others). With group, the control
-group that this process is in is limited as well, to the memory that it then has and GROUP_MARGIN. With leak, each step keeps 64 KiB and a descriptor, so
-that the test can be seen to fail.
+group that this process is in is limited as well, to the memory that it then has, GROUP_MARGIN, and ROOM bytes for others. With leak, each step keeps 64 KiB
+and a descriptor, so that the test can be seen to fail.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Pressure(threading.Thread):
 class Watch:
     """What the run has used, looked at every few steps after the first; see the module."""
 
-    def __init__(self, folder: Path, mode: str) -> None:
-        self.folder, self.mode = folder, mode
+    def __init__(self, folder: Path, mode: str, room: int) -> None:
+        self.folder, self.mode, self.room = folder, mode, room
         self.pressure = Pressure(folder)
         self.losses: list[float] = []
         self.times: list[float] = []
@@ -129,7 +129,7 @@ class Watch:
 
     def _limit_group(self, folder: Path) -> None:
         name = "memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes"
-        (folder / name).write_text(str(status("RssAnon") + GROUP_MARGIN))
+        (folder / name).write_text(str(status("RssAnon") + GROUP_MARGIN + self.room))
 
     def stepped(self, step: int, seconds: float, loss: float) -> None:
         self.times.append(seconds)
@@ -148,12 +148,12 @@ class Watch:
         return dict(seen=self.seen, losses=self.losses, limit=self.limit, seconds=seconds, faults=faults, rounds=self.pressure.rounds)
 
 
-def main(folder: Path, steps: int, mode: str = "") -> dict:
+def main(folder: Path, steps: int, mode: str = "", room: str = "0") -> dict:
     torch.set_num_threads(1)
     options = dict(weights="nvme", state="nvme", chunk_size=2048, leaf_bytes=LEAF_BYTES, max_grad_norm=1.0, **BUDGETS, **HYPER)
     (folder / "nvme").mkdir()
     ids = batches(4, 2, 16)
-    watch = Watch(folder, mode)
+    watch = Watch(folder, mode, int(room))
     with Engine(llama(), nvme_path=str(folder / "nvme"), run_name="run", **options) as engine:
         for step in range(steps):
             if step == WARM:

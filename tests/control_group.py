@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-_NAMES = {"cgroup2": ("memory.max", "memory.current", "memory.events"), "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")}
+_NAMES = {"cgroup2": ("memory.max", "memory.events", "memory.events"), "cgroup": ("memory.limit_in_bytes", "memory.failcnt", "memory.oom_control")}
 
 
 class Group:
@@ -23,24 +23,21 @@ class Group:
         """The calling process, with all that it will start."""
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
-    def limit(self, nbytes: int) -> None:
-        (self.folder / _NAMES[self._kind][0]).write_text(str(nbytes))
-
     @property
-    def limited(self) -> bool:
-        text = (self.folder / _NAMES[self._kind][0]).read_text().strip()
-        return text != "max" and int(text) < 1 << 60
-
-    @property
-    def used(self) -> int:
-        """Bytes, pages of files included."""
-        return int((self.folder / _NAMES[self._kind][1]).read_text())
+    def refused(self) -> int:
+        """How often the limit was met, and pages had to be taken from somebody."""
+        return self._count(_NAMES[self._kind][1], "max")
 
     @property
     def killed(self) -> int:
         """Processes that were, as there was no memory."""
-        lines = (line.split() for line in (self.folder / _NAMES[self._kind][2]).read_text().splitlines())
-        return next((int(number) for key, number in lines if key == "oom_kill"), 0)
+        return self._count(_NAMES[self._kind][2], "oom_kill")
+
+    def _count(self, name: str, key: str) -> int:
+        lines = [line.split() for line in (self.folder / name).read_text().splitlines()]
+        if len(lines[0]) == 1:
+            return int(lines[0][0])
+        return next((int(number) for found, number in lines if found == key), 0)
 
 
 @contextlib.contextmanager

@@ -69,6 +69,19 @@ def test_recover_goes_on_with_the_same_bits(tmp_path, rule, after, mode, device)
         same_end(end(engine), straight(mode))
 
 
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("rule", [Rule(kind, "grads", nth=nth, error=errno.EIO) for kind in "rw" for nth in (1, 3)], ids=str)
+def test_grads_that_cannot_be_moved(tmp_path, rule, device):
+    """The error may come when the whole backward is over: what its forward drew and averaged is taken back all the same."""
+    engine = quiet(tmp_path, **MODES["deferred"], device=device, grads="nvme")
+    train(engine, 2)
+    engine.synchronize()
+    engine.memory.io.arm([rule])
+    assert len(stubborn(engine, STEPS, engine.memory.io.disarm)) == 1
+    same_end(end(engine), straight("deferred"))
+    engine.close()
+
+
 @EVERYWHERE
 @pytest.mark.parametrize("phase", ["forward", "backward", "step"])
 def test_a_fetch_for_compute_that_failed_loses_no_step(tmp_path, phase, mode, device):

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import torch
 
 from zinf.chunks import DTYPES
+from zinf.errors import StoreError
 from zinf.grads_away import GradsAway
 from zinf.layout import PAGE
 from zinf.owners import Unwatched
@@ -122,7 +123,7 @@ class ShardGrads:
 
     def drop(self) -> None:
         """Forget what was summed: the step was skipped, done, or abandoned."""
-        with contextlib.suppress(OSError):  # of grads that could not be brought from NVMe
+        with contextlib.suppress(OSError, StoreError):  # of grads that could not be brought from NVMe
             self.arrived.wait()
         self.arrived = DONE
         if self.away is not None:

@@ -36,7 +36,7 @@ def recover(engine: Engine) -> int:
     stepper.settle(idle=True)
     parts.fetcher.drain()
     parts.stepper.drain()
-    begun = engine.conductor.under_way or stepper.interrupted  # has a forward drawn random numbers, or changed buffers, since the last step?
+    begun = engine.conductor.under_way or stepper.summed  # has a forward drawn random numbers, or changed buffers, since the last step?
     mark = engine.progress.marks.of(engine.global_step)
     whole = parts.stepper.error is None and not stepper.early and harmless and not (begun and mark is None)
     if whole:

@@ -317,7 +317,8 @@ class Stepper:
         for g in waiting:
             job = self._sum_jobs.pop(g.shard.index, None)
             if job is not None:
-                job.wait_over()
+                with contextlib.suppress(Exception):  # of grads that could not be moved, or summed: nobody wants them now
+                    job.wait_over()
             g.drop()
 
     def _first_bad(self, sums: dict[int, float]) -> str:
