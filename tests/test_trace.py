@@ -261,6 +261,22 @@ def test_a_read_that_nothing_held_up_was_begun_by_compute():
     ]
 
 
+def test_a_chain_that_began_under_compute_is_followed_to_its_beginning():
+    events = [
+        event(COMPUTE, 0, 5, 0, name="forward a"),
+        event(READ, 1, 3, 2, name="read of c"),  # the drive was at another shard, so it is that one which made the next read late
+        event(READ, 3, 6, 1, name="read of b"),
+        event(WAITING, 5, 6, 1, "fetch"),
+        event(COMPUTE, 6, 8, 1, name="forward b"),
+    ]
+    assert critical_path(events, 0, 8) == [
+        Part(COMPUTE, "forward a", 0, 1),
+        Part(NVME, "read of c", 1, 3),
+        Part(NVME, "read of b", 3, 6),
+        Part(COMPUTE, "forward b", 6, 8),
+    ]
+
+
 def test_what_has_no_cause_in_the_trace_stays_waiting():
     events = [event(COMPUTE, 0, 4), event(WAITING, 4, 9, 3, "fetch", "wait"), event(COMPUTE, 9, 10)]
     assert [(p.resource, p.end - p.start) for p in critical_path(events, 0, 12)] == [(COMPUTE, 4), (WAITING, 5), (COMPUTE, 1), (HANDOVER, 2)]
