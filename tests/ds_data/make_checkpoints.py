@@ -13,7 +13,7 @@ import sys
 import torch
 from torch import nn
 
-HIDDEN = 10  # no multiple of anything, so that partitions are padded
+HIDDEN = 10  # the frozen parameter has 7 elements: no multiple of two ranks
 
 
 class Block(nn.Module):
