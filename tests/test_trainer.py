@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -269,7 +270,9 @@ def test_save_only_model_and_its_best(tmp_path):
     with trainer(tmp_path, llama(), more={"eval_dataset": rows(4)}, **args, learning_rate=0.5, warmup_steps=0, max_steps=3) as ours:
         ours.train()
         assert ours.evaluate()["eval_loss"] == min(h["eval_loss"] for h in ours.state.log_history if "eval_loss" in h)
-        assert not os.path.exists(tmp_path / "out" / "checkpoint-3" / STATE)
+        saved = tmp_path / "out" / "checkpoint-3"
+        assert not os.path.exists(saved / STATE) and not os.path.exists(saved / "training_args.bin")
+        assert json.loads((saved / "training_args.json").read_text())["learning_rate"] == 0.5
         with pytest.raises(EngineError, match="no checkpoint to go on from, nor has the store"):
             ours.train(resume_from_checkpoint=True)
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 
 from zinf import memory
 from zinf.config import Config
@@ -50,6 +50,7 @@ else:
 log = logging.getLogger("zinf")
 
 STATE = "zinf_state"  # the engine's part of a checkpoint-N
+ARGUMENTS = "training_args.json"  # what Trainer pickles as training_args.bin, for people to read
 
 
 class ZinfTrainerMixin(_Trainer):
@@ -265,7 +266,8 @@ class ZinfTrainerMixin(_Trainer):
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(output_dir)
-        torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
+        with open(os.path.join(output_dir, ARGUMENTS), "w", encoding="utf-8") as f:
+            f.write(self.args.to_json_string())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
