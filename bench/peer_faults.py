@@ -1,11 +1,11 @@
 """One training of a small Llama from NVMe, by zinf or by DeepSpeed, that bench/faults.py disturbs. Prints a JSON object a line.
 
-    {"step": 3, "loss": 5.1}   after each step; step counts from 1
-    {"at": "pause"}            before a disturbance: goes on when a line comes in
-    {"at": "saving"}, {"saved": 4}
-    {"resumed": 4}             the step that a resumed run stands at
-    {"finite": true}           all weights, at the end
-    {"error": "...", "at": ""} and then it ends
+{"step": 3, "loss": 5.1}   after each step; step counts from 1
+{"at": "pause"}            before a disturbance: goes on when a line comes in
+{"at": "saving"}, {"saved": 4}
+{"resumed": 4}             the step that a resumed run stands at
+{"finite": true}           all weights, at the end
+{"error": "...", "at": ""} and then it ends
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from peer_deepspeed import config
-
 import torch
+from peer_deepspeed import config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=4096)
@@ -54,7 +53,8 @@ class Zinf:
             options["max_grad_nrom"] = options.pop("max_grad_norm")
         if args.always:
             options["verify"] = "always"
-        self._engine = zinf.Engine(model(args.noncontiguous), nvme_path=args.nvme, run_name="run", resume=args.resume and Path(args.nvme, "run").exists(), **options)
+        resume = args.resume and Path(args.nvme, "run").exists()
+        self._engine = zinf.Engine(model(args.noncontiguous), nvme_path=args.nvme, run_name="run", resume=resume, **options)
         if args.tag:
             self._engine.load_checkpoint(args.checkpoints, args.tag)
 
