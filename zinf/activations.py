@@ -33,6 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zinf.errors import EngineError
 from zinf.layout import PAGE, round_up
+from zinf.owners import Unwatched
 from zinf.pipeline import Item, Job, Pipeline, happened, landed, settle
 from zinf.tiers.device import DONE, Device, Event
 from zinf.tiers.host import Slot, Slots
@@ -131,6 +132,7 @@ class Kept:
         (buffer, job), self.coming = self.coming, None
         self._owner.hold(-self.nbytes)  # from here on it is the recompute's
         self._owner.settle(job, Verb.FETCH)
+        self._owner.owners.uses(buffer, "compute from")
         return buffer
 
     def __del__(self) -> None:  # in any thread
@@ -147,9 +149,16 @@ class Activations:
     """
 
     def __init__(
-        self, device: Device, trace: Trace, region: torch.Tensor | None = None, slots: Slots | None = None, scratch: Scratch | None = None, poison: bool = False
+        self,
+        device: Device,
+        trace: Trace,
+        region: torch.Tensor | None = None,
+        slots: Slots | None = None,
+        scratch: Scratch | None = None,
+        poison: bool = False,
+        owners: Unwatched | None = None,
     ):
-        self.device, self.trace = device, trace
+        self.device, self.trace, self.owners = device, trace, owners or Unwatched()
         self.slots, self.scratch = slots, scratch
         self._region, self._poison = region, poison
         self._host = Space(region.numel() if region is not None else 0)
@@ -182,7 +191,7 @@ class Activations:
         kept = self._known[key] = self._by_number[self._count] = Kept(self, t, self._count, nbytes, storage)
         kept.home = self._home(nbytes)
         if kept.home is not None:
-            kept.leaving = self._pipeline.submit(Job(self._items(kept.home, _bytes(t, nbytes), out=True), "offload of an activation"))
+            kept.leaving = self._pipeline.submit(Job(self._items(kept.home, _bytes(t, nbytes), True, self.device.mark()), "offload of an activation"))
             self._leaving.append(weakref.ref(kept))
             while len(self._leaving) > AHEAD:
                 oldest = self._leaving.popleft()()
@@ -224,21 +233,21 @@ class Activations:
             raise
         return Home(self._nvme, start, nbytes, None)
 
-    def _items(self, home: Home, tensor: torch.Tensor, out: bool) -> Iterator[Item]:
-        """What moves `tensor` (device, uint8) to its home, or back from there."""
+    def _items(self, home: Home, tensor: torch.Tensor, out: bool, after: Event) -> Iterator[Item]:
+        """What moves `tensor` (device, uint8) to its home, or back. `after`: compute is through with what that overwrites or reads."""
         self.trace.count("activation bytes out" if out else "activation bytes in", home.nbytes)
         if home.region is not None:
-            yield _HostCopy(self, home.region[home.start : home.start + home.nbytes], tensor, out)
+            yield _HostCopy(self, home.region[home.start : home.start + home.nbytes], tensor, out, after)
             return
         assert self.slots is not None
         for at in range(0, home.nbytes, self.slots.nbytes):
-            yield _Piece(self, home.start + at, tensor[at : at + self.slots.nbytes], out)
+            yield _Piece(self, home.start + at, tensor[at : at + self.slots.nbytes], out, after)
 
     # -- bring ----------------------------------------------------------------------------------------------------------------
 
     def buffer(self, nbytes: int, align: int) -> torch.Tensor:
         """Device memory for bytes that come back, from torch's allocator: it lives as long as the recompute needs it."""
-        whole = torch.empty(nbytes + align, dtype=torch.uint8, device=self.device.torch_device)
+        whole = self.device.empty(nbytes + align)
         if self._poison:
             self.device.poison(whole)
         self.hold(nbytes)
@@ -247,7 +256,7 @@ class Activations:
     def bring(self, kept: Kept, buffer: torch.Tensor) -> Job:
         """Start filling `buffer` with what is away."""
         assert kept.home is not None and self._pipeline is not None
-        return self._pipeline.submit(Job(self._items(kept.home, buffer, out=False), "fetch of an activation"))
+        return self._pipeline.submit(Job(self._items(kept.home, buffer, False, self.device.mark()), "fetch of an activation"))
 
     def settle(self, job: Job, verb: Verb) -> None:
         """Wait for a move; raises what it raised."""
@@ -320,8 +329,8 @@ class Activations:
 class _HostCopy:
     """All of a tensor between device and host memory; see pipeline.Item."""
 
-    def __init__(self, owner: Activations, host: torch.Tensor, tensor: torch.Tensor, out: bool):
-        self._owner, self._host, self._tensor, self._out = owner, host, tensor, out
+    def __init__(self, owner: Activations, host: torch.Tensor, tensor: torch.Tensor, out: bool, after: Event):
+        self._owner, self._host, self._tensor, self._out, self._after = owner, host, tensor, out, after
         self._event: Event = DONE
 
     def start(self) -> bool:
@@ -329,7 +338,10 @@ class _HostCopy:
 
     def work(self) -> None:
         device, verb = self._owner.device, Verb.OFFLOAD if self._out else Verb.UPLOAD
-        self._event = device.offload(self._tensor, self._host) if self._out else device.upload(self._host, self._tensor)
+        if self._out:
+            self._event = device.offload(self._tensor, self._host, after=self._after)
+        else:
+            self._event = device.upload(self._host, self._tensor, self._after)
         self._owner.trace.copying(verb, -1, self._tensor.numel(), self._event, "activation")
 
     def finish(self, timeout: float | None) -> bool:
@@ -345,8 +357,8 @@ class _HostCopy:
 class _Piece:
     """What one slot holds of a tensor, between device and NVMe; see pipeline.Item."""
 
-    def __init__(self, owner: Activations, start: int, tensor: torch.Tensor, out: bool):
-        self._owner, self._start, self._tensor, self._out = owner, start, tensor, out
+    def __init__(self, owner: Activations, start: int, tensor: torch.Tensor, out: bool, after: Event):
+        self._owner, self._start, self._tensor, self._out, self._after = owner, start, tensor, out, after
         self._slot: Slot | None = None
         self._moving: list = []  # tickets; on the way back, once they have landed, the event of the upload
 
@@ -368,14 +380,14 @@ class _Piece:
         host = self._pages()[: self._tensor.numel()]
         if self._out:
             with trace.span(Verb.OFFLOAD, -1, "activation", host.numel()):
-                device.offload(self._tensor, host).wait()
+                device.offload(self._tensor, host, after=self._after).wait()
             assert self._owner.scratch is not None
             self._moving = list(self._owner.scratch.write(self._start, self._pages()))
             return
         with trace.span(Verb.FETCH, -1, "activation"):
             for ticket in self._moving:
                 ticket.wait()
-        self._moving = [device.upload(host, self._tensor)]
+        self._moving = [device.upload(host, self._tensor, self._after)]
         trace.copying(Verb.UPLOAD, -1, host.numel(), self._moving[0], "activation")
 
     def finish(self, timeout: float | None) -> bool:

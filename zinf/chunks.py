@@ -160,11 +160,10 @@ class ChunkItem:
     def work(self) -> None:
         parts = self.shard.parts
         self._landed()
+        if self.segments and self.spec is not None and self.spec.gate is not None:
+            self.spec.gate()
         self._check_owner("step")
         if self.segments:
-            assert self.spec is not None
-            if self.spec.gate is not None:
-                self.spec.gate()
             nbytes = sum(t.numel() for t in (self.weights, self.state) if t is not None)
             with parts.trace.span(Verb.STEP, self.shard.index, "", nbytes):
                 self._step()
@@ -172,7 +171,7 @@ class ChunkItem:
         stale = bool(self.segments) or not self.had_weights
         if not parts.device.direct and stale and self.shard.slab is not None:
             assert self.weights is not None
-            event = parts.device.upload(self.weights, self.shard.chunk_view(self.run, self.chunk))
+            event = parts.device.upload(self.weights, self.shard.chunk_view(self.run, self.chunk), self.shard.left)
             self._events.append(event)
             self.shard._uploads.append(event)
             parts.trace.copying(Verb.UPLOAD, self.shard.index, self.weights.numel(), event)
@@ -254,6 +253,8 @@ class ChunkItem:
             return
         for slot in self._slots:
             owners.check(slot.buffer, self.keys, use)
+        if self.segments:
+            owners.uses(self.weights, use)
         if shard.slab is not None:
             owners.check(self.shard.chunk_view(self.run, self.chunk), shard.name, use)
         if self.segments and use == "step":

@@ -99,7 +99,7 @@ class Config:
     # tiers
     nvme_path: tuple[str, ...] = option((), "folder on each NVMe drive that holds the store; several are striped")
     run_name: str = option("run", "name of the store below nvme_path")
-    device_memory: Bytes | None = option(None, "hard limit on what zinf holds on the device")
+    device_memory: Bytes | None = option(None, "hard limit on what zinf holds on the device; auto: on a card, what a first step leaves of it")
     host_memory: Bytes | None = option(None, "hard limit on what zinf allocates in host memory")
     weights: Placement | float = option("auto", "where weights rest between uses; a number is the fraction that rests in host memory")
     grads: Placement = option("auto", "where grads wait for their step; auto: host memory, and NVMe where host_memory cannot hold them (exact, slower)")
@@ -120,7 +120,7 @@ class Config:
     queue_depth: int | None = option(None, "reads and writes in flight at once; default: what `zinf bench io` found, else 16")
     io_threads: int = option(4, "threads of the threads backend")
     # computation
-    device: Literal["auto", "cuda", "cpu", "sim"] = option("auto", "where forward and backward run")
+    device: Literal["auto", "cuda", "cpu", "sim"] = option("auto", "where forward and backward run; auto: a card that torch can use, else the CPU")
     cpu_threads: int | None = option(None, "threads of the CPU optimizer; default: all cores")
     blocks: tuple[str, ...] | None = option(None, "class names of the blocks that travel as one; default: found by itself")
     leaf_bytes: Bytes = option(4 << 20, "a layer outside of all blocks travels by itself from this size on")
@@ -166,6 +166,8 @@ class Config:
     debug: bool = option(False, "fill released buffers with NaN, and check at every use whose a buffer is")
 
     def __post_init__(self) -> None:
+        if self.device_memory == "auto":
+            object.__setattr__(self, "device_memory", None)
         convert_fields(self)
         sizes = ("device_memory", "host_memory", "activation_memory", "block_size")
         counts = ("queue_depth", "io_threads", "gradient_accumulation_steps", "micro_batch_size", "cpu_threads", "loss_scale_window", "hysteresis")

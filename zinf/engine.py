@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zinf import fused, guards, kvcache, memory, merging, precision, reading, recovery, saves, scaling
+from zinf import fused, guards, kvcache, memory, merging, moving, oom, precision, reading, recovery, saves, scaling
 from zinf.algorithms import moments
 from zinf.checkpoint.saver import Saved, Saver
 from zinf.commit import Committer
@@ -125,6 +125,7 @@ class Engine:
         conductor, stepper = weakref.proxy(self.conductor), weakref.proxy(self.stepper)
         again = recomputed(self.units, self.config.recompute, self.config.keep_last)
         self._undo.append(self._take_over.undo)
+        self._undo.append(moving.buffers_to(self.module, self.memory.parts.device.torch_device))
         self._undo += kvcache.turn_off(self.module, [m for unit in self.units if unit.block for m in unit.modules])
         self.fused_head = fused.find(self.module, self.config.fused_head, self.memory.parts.device.name, lambda: stepper.global_step)
         if self.fused_head is not None:
@@ -153,15 +154,25 @@ class Engine:
     # -- what a training loop calls -----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """The model's forward. Tensors of host memory go to the device.
+
+        Raises:
+            BudgetError: activations do not fit on the device; says what to lower. The engine is as it was.
+        """
         self.health.check_usable()
-        return self.module(*args, **kwargs)
+        with oom.explained("forward", self.memory.plan, self.config):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """scale(loss).backward(). Divide the loss yourself when several backwards make a step."""
+        """scale(loss).backward(). Divide the loss yourself when several backwards make a step.
+
+        Raises:
+            BudgetError: it does not fit on the device; says what to lower. Call zero_grad(), then repeat the backwards of this step.
+        """
         scaled = self.scale(loss)
         self.trace.computing("backward", -1)
-        scaled.backward()
+        with oom.explained("backward", self.memory.plan, self.config):
+            scaled.backward()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a backward of your own; the loss itself where weights are not fp16."""
@@ -193,6 +204,7 @@ class Engine:
                     self.conductor.fetch(shard)
             self.conductor.next_step()
             self.committer.make_if_applied()
+            self.memory.grow()
             if self.memory.root is not None:
                 self.memory.root.wait_fetched()  # it is bound: whoever reads an adapter between two steps must not see half of one
         self.trace.idle()
@@ -498,7 +510,7 @@ class Engine:
             self.conductor.bring(root)
             root.check_bound()
         self.trace.computing("forward" if torch.is_grad_enabled() else "evaluate", -1)
-        return args, kwargs
+        return moving.tensors_to((args, kwargs), self.memory.parts.device.torch_device)
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self.conductor.end_forward()

@@ -279,7 +279,7 @@ class Grads:
                 slot = self._pass_slots.acquire(shard.name)
         if slot is None:
             shard.parts.trace.count("grad buffers beyond the plan")
-            return torch.empty(shard.spec.grads_nbytes(self.pass_wide), dtype=torch.uint8), None
+            return shard.parts.device.empty(shard.spec.grads_nbytes(self.pass_wide)), None
         return slot.buffer, slot
 
     def flats(self, shard: Shard, buffer: torch.Tensor, wide: bool) -> list[torch.Tensor | None]:

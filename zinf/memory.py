@@ -29,10 +29,11 @@ from zinf.placement import Plan, Request, Tier
 from zinf.shard import Parts, Shard
 from zinf.slabs import Slab, Slabs
 from zinf.stored import Basis, linked
-from zinf.tiers import manifest
-from zinf.tiers.device import Device, open_device
+from zinf.tiers import manifest, numa
+from zinf.tiers.device import Device, is_direct, open_device
 from zinf.tiers.host import Arena
 from zinf.tiers.nvme import Store
+from zinf.tiers.races import OrderedDevice, OrderedOwners, Races
 from zinf.tiers.records import Records
 from zinf.tiers.scratch import Scratch
 from zinf.trace import Trace, Verb
@@ -65,6 +66,17 @@ class Memory:
     io: IoEngine | None
     lookahead: int
     restored: dict[str, Any] | None  # what the last commit of the store says, if it was there before
+    grows: bool = False  # the first step shows what activations leave of the device
+
+    def grow(self) -> None:
+        """A first step is over: activations have taken what they take, and slabs may have the rest of the device. No-op the second time."""
+        if not self.grows:
+            return
+        self.grows = False
+        made = self.parts.slabs.grow(self.parts.device.room() or 0)
+        if made:
+            self.plan = dataclasses.replace(self.plan, device=self.plan.device | {"more slabs": made})
+            log.info("after the first step %s of the device are free, and hold more weights", placement.human(made))
 
     def roll_back(self) -> None:
         """Bring every tier back to the last commit of the store. No one may be computing.
@@ -98,7 +110,7 @@ def guess_order(module: nn.Module, units: Sequence[Unit]) -> list[int]:
     return [index[id(m)] for m in module.modules() if id(m) in index]
 
 
-def request(config: Config, on_nvme: bool, direct: bool, mode: str) -> Request:
+def request(config: Config, on_nvme: bool, direct: bool, mode: str, grows: bool = False) -> Request:
     """What the planner is asked for."""
     several = config.gradient_accumulation_steps > 1 or config.micro_batch_size is not None
     wide = config.grad_accum_dtype == "fp32" or (config.grad_accum_dtype == "auto" and several)
@@ -118,6 +130,7 @@ def request(config: Config, on_nvme: bool, direct: bool, mode: str) -> Request:
         grads=config.grads,
         activations=config.activations,
         activation_memory=config.activation_memory,
+        grows=grows,
     )
 
 
@@ -126,10 +139,10 @@ def roles(units: Sequence[Unit]) -> tuple[int | None, list[int]]:
     return next((i for i, u in enumerate(units) if not u.modules), None), [i for i, u in enumerate(units) if len(u.modules) > 1]
 
 
-def plan_for(model: layout.Model, units: Sequence[Unit], config: Config, on_nvme: bool, direct: bool, mode: str) -> Plan:
+def plan_for(model: layout.Model, units: Sequence[Unit], config: Config, on_nvme: bool, direct: bool, mode: str, grows: bool = False) -> Plan:
     """What goes where. Raises BudgetError and ConfigError; allocates nothing."""
     precision.check_sums(config.grad_accum_dtype, [run.dtype for shard in model.shards for run in shard.runs if run.trainable])
-    return placement.plan(model, request(config, on_nvme, direct, mode), *roles(units))
+    return placement.plan(model, request(config, on_nvme, direct, mode, grows), *roles(units))
 
 
 def stateful(module: nn.Module, trained: frozenset[str], paths: Sequence[str], origin: Origin | None, resume: bool) -> frozenset[str]:
@@ -190,19 +203,25 @@ def build(
         io = TracedEngine(io, recorder, paths) if recorder is not None else io
     device = open_device(config.device, io)
     stack.callback(device.close)
-    plan = plan_for(model, units, config, bool(paths), device.direct, mode)
+    grows = config.device_memory is None and config.weights == "auto" and device.room() is not None
+    plan = plan_for(model, units, config, bool(paths), device.direct, mode, grows)
     poison = config.debug or device.name == "sim"
     store, restored = _open_store(paths, model, config, io, stack, origin is not None or resume, basis)
     arena = None
     if plan.host_nbytes:
-        arena = Arena(plan.host_nbytes, io, poison=poison)
+        with numa.on_node(device.cpus):
+            arena = Arena(plan.host_nbytes, io, poison=poison)
         stack.callback(arena.close)
+        stack.callback(device.pin(arena.address, arena.nbytes))
+    owners = Owners() if poison else Unwatched()
+    if poison and not device.direct:
+        races = Races()
+        device, owners = OrderedDevice(device, races), OrderedOwners(races)
     device.reserve(plan.device_nbytes)
     records = Records(model, plan, arena, store, device.direct)
     trace = Trace(recorder)
     if recorder is not None and store is not None:
         recorder.places = {(path, offset): (key[1], {"kind": key[0], "run": key[2], "chunk": key[3]}) for path, offset, key in store.where()}
-    owners = Owners() if poison else Unwatched()
     slabs = Slabs(plan.slabs, device, trace, owners, poison)
     parts = _parts(plan, config, device, records, slabs, arena, trace, owners, stack)
     shards = []
@@ -221,11 +240,11 @@ def build(
         scratch = Scratch(store.paths, "grads", io, "or raise host_memory so that grads wait there", config.verify == "always")
         stack.callback(scratch.close)
     grads = Grads(shards, plan, arena, req.grads_wide, req.pass_wide, own, scratch)
-    activations = _activations(plan, device, trace, arena, store, io, poison, config.verify == "always", stack)
+    activations = _activations(plan, parts, arena, store, io, poison, config.verify == "always", stack)
     _fill(model, module, records, store, restored is not None, trace, basis)
     for shard in shards:
         shard.valid = shard.slab is not None and device.direct  # a slab that is there already is held for good
-    return Memory(plan, parts, shards, grads, activations, shards[root_index] if root_index is not None else None, io, LOOKAHEAD, restored)
+    return Memory(plan, parts, shards, grads, activations, shards[root_index] if root_index is not None else None, io, LOOKAHEAD, restored, grows)
 
 
 def _recorder(model: layout.Model, config: Config, paths: Sequence[str], stack: contextlib.ExitStack) -> Recorder | None:
@@ -266,7 +285,7 @@ def _parts(
     owners: Unwatched,
     stack: contextlib.ExitStack,
 ) -> Parts:
-    pool = ops.Pool(config.cpu_threads)
+    pool = ops.Pool(config.cpu_threads, affinity=device.cpus or None)
     stack.callback(pool.close)
     fetcher, stepper = Pipeline("zinf-fetch"), Pipeline("zinf-step")
     stack.callback(fetcher.close)
@@ -282,8 +301,7 @@ def _parts(
 
 def _activations(
     plan: Plan,
-    device: Device,
-    trace: Trace,
+    parts: Parts,
     arena: Arena | None,
     store: Store | None,
     io: IoEngine | None,
@@ -297,7 +315,7 @@ def _activations(
         slots = arena.slots(plan.activation_slots, placement.ACTIVATION_PIECE, "activations in flight")
         scratch = Scratch(store.paths, "activations", io, "lower the batch, or place activations on the host", verify)
         stack.callback(scratch.close)
-    activations = Activations(device, trace, region, slots, scratch, poison)
+    activations = Activations(parts.device, parts.trace, region, slots, scratch, poison, parts.owners)
     stack.callback(activations.close)
     return activations
 
@@ -322,7 +340,7 @@ def check_budgets(config: Config, model: layout.Model, units: Sequence[Unit]) ->
     """Raise BudgetError if an engine of `config` would not fit its budgets; for whoever imports a model first."""
     on_nvme = bool(config.nvme_path)
     mode = choose_step_mode(config, on_nvme, scaling.scales(config, model))
-    plan_for(model, units, config, on_nvme, config.device != "sim", mode)
+    plan_for(model, units, config, on_nvme, is_direct(config.device), mode)
 
 
 def commit_every(config: Config, plan: Plan, root: int | None) -> int:

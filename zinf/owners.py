@@ -29,6 +29,9 @@ class Unwatched:
     def check(self, view: torch.Tensor | None, owner: object, use: str) -> None:
         """`owner` is about to `use` the bytes of `view`, a part of a buffer. Raises EngineError if they are not its own."""
 
+    def uses(self, view: torch.Tensor | None, use: str) -> None:
+        """Whoever has `view` is about to `use` it: for the check of order, see zinf/tiers/races.py."""
+
 
 class Owners(Unwatched):
     """The book of who has what. Thread safe."""

@@ -3,7 +3,7 @@
 Pure arithmetic on the layout. Host memory is spent in this order: staging ring, boundary activations, grads that must wait,
 weights, then state (a step visits its state in a fixed cycle, so a fixed resident part always pays and a cache never does). Device memory holds
 the root and the slabs; what is left of it holds more slabs, which keep weights from being fetched again. Activations that stay on
-the device are torch's, and not in its budget.
+the device are torch's, and not in its budget: without a budget, a card gets more slabs once its first step showed what they leave.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Request:
     grads: str = "auto"  # where waiting grads wait: auto (the host, else NVMe) | device, host (the host) | nvme
     activations: str = "auto"  # auto | device | host | nvme
     activation_memory: int | None = None  # of host memory, for activations
+    grows: bool = False  # the first step will show what activations leave for slabs: begin with few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +277,8 @@ def _slabs(model: layout.Model, streamed: Sequence[int], request: Request, taken
         else:
             groups.append((nbytes, [i]))
     counts = [min(len(members), 2) for _, members in groups]
-    cap = [len(members) if request.weights == "auto" else min(len(members), 2 + request.lookahead) for _, members in groups]
+    all_stay = request.weights == "auto" and not request.grows
+    cap = [len(members) if all_stay else min(len(members), 2 + request.lookahead) for _, members in groups]
     budget = request.device_memory if request.device_memory is not None else 1 << 62
     need = taken + sum(nbytes * c for (nbytes, _), c in zip(groups, counts, strict=True))
     _check("device", need, request.device_memory, {"slabs and resident weights": need}, "device_memory")

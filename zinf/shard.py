@@ -35,7 +35,7 @@ from zinf.owners import Unwatched
 from zinf.pipeline import Job, Pipeline
 from zinf.schedule import Cycle
 from zinf.slabs import Slab, Slabs
-from zinf.tiers.device import Device, Event
+from zinf.tiers.device import DONE, Device, Event
 from zinf.tiers.host import Slots
 from zinf.tiers.records import Records
 from zinf.trace import Trace, Verb
@@ -161,11 +161,12 @@ class Shard:
         self.job: Job | None = None
         self.calls: weakref.WeakSet[Any] = weakref.WeakSet()  # calls with a graph (streaming.Call), until their graph dies
         self._uploads: list[Event] = []
+        self.left: Event = DONE  # compute that read what the slab held before the fetch that is under way: its uploads wait for this
         self.edited = False  # a gather block may write to it
         self.versions: list[int] = []  # of the parameters, when they were bound or edited last
         self._shown: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []  # whose `data` was taken since bind: what it is, what it was
         self._views: tuple[int, list[torch.Tensor]] = (-2, [])  # of the slab with this index
-        self._placeholders = [_placeholders(DTYPES[spec.runs[r].dtype], p.shape) for r, p, _ in self.params]
+        self._placeholders = [_placeholders(DTYPES[spec.runs[r].dtype], p.shape, parts.device.torch_device) for r, p, _ in self.params]
         for _, spec_p, p in self.params:
             p.zinf_name = spec_p.name  # type: ignore[attr-defined]
             own = nn.Parameter if "zinf_load" in p.__dict__ else type(p)  # see stored.Stored
@@ -210,6 +211,7 @@ class Shard:
         had_weights = self.valid and (self.job is None or self.job.error is None)  # a prefetch that failed, and that nobody waited for, brought none
         self.valid = True
         self._uploads = []
+        self.left = self.parts.device.mark()
         pipeline = self.parts.stepper if spec is not None else self.parts.fetcher
         self.parts.slabs.pin(self)
         self.job = pipeline.submit(
@@ -231,9 +233,10 @@ class Shard:
         if self.job.error is not None:
             self.valid = False
             raise self.job.error
-        for event in self._uploads:
-            if not event.done():
-                with self.parts.trace.wait(Verb.UPLOAD, self.index):
+        uploads, self._uploads = self._uploads, []
+        if uploads:
+            with self.parts.trace.wait(Verb.UPLOAD, self.index):
+                for event in uploads:
                     self.parts.device.wait(event)
 
     def _items(self, spec: StepSpec | None, had_weights: bool, pipeline: Pipeline) -> Iterator[ChunkItem]:
@@ -364,7 +367,7 @@ class Shard:
         """Let the parameters own copies of the weights, for good: there is no store that keeps them."""
         for (*_, p), view, cls in zip(self.params, self._weights_views(), self._classes, strict=True):
             p.__class__ = nn.Parameter
-            p.data = view.clone()
+            p.data = view.to("cpu", copy=True)
             p.__class__ = cls
         self.bound = 0
 
@@ -392,8 +395,8 @@ class Shard:
         return out
 
 
-def _placeholders(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _placeholders(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(of another dtype, of the true dtype): NaN expanded to the shape, one element of memory each."""
     other = torch.float32 if dtype is not torch.float32 else torch.bfloat16
     nan = float("nan")
-    return torch.full((1,), nan, dtype=other).expand(shape), torch.full((1,), nan, dtype=dtype).expand(shape)
+    return torch.full((1,), nan, dtype=other, device=device).expand(shape), torch.full((1,), nan, dtype=dtype, device=device).expand(shape)

@@ -6,6 +6,7 @@ is still moving in or out of its slab. The thread that computes takes slabs; pin
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -40,9 +41,10 @@ class Slabs:
         self.lock = threading.RLock()  # guards pins and holders; entered by itself, see pipeline.Pipeline
         self.cond = threading.Condition(self.lock)
         self._device, self._trace, self._owners, self._poison = device, trace, owners, poison
+        self._classes = classes
         self._class_of: dict[int, int] = {s: k for k, c in enumerate(classes) for s in c.members}
-        index = iter(range(1 << 30))
-        self._slabs = [[Slab(device.alloc(c.nbytes, f"slab of {human(c.nbytes)}"), next(index)) for _ in range(c.count)] for c in classes]
+        self._index = itertools.count()
+        self._slabs = [[Slab(device.alloc(c.nbytes, f"slab of {human(c.nbytes)}"), next(self._index)) for _ in range(c.count)] for c in classes]
 
     def take(self, shard: Shard, cycle: Cycle, before: int | None = None) -> bool:
         """Give `shard` a slab, evicting another holder if need be.
@@ -101,6 +103,19 @@ class Slabs:
                     self.cond.wait()
                 if slab.holder is not None:
                     self._evict(slab)
+
+    def grow(self, room: int) -> int:
+        """Make slabs for more shards, as far as they fit into `room` bytes of device memory; returns the bytes of those that were made."""
+        made = 0
+        for c, slabs in zip(self._classes, self._slabs, strict=True):
+            while len(slabs) < len(c.members) and made + c.nbytes <= room:
+                buffer = self._device.extend(c.nbytes, f"slab of {human(c.nbytes)}")
+                if buffer is None:
+                    return made
+                with self.lock:
+                    slabs.append(Slab(buffer, next(self._index)))
+                made += c.nbytes
+        return made
 
     def pin(self, shard: Shard) -> None:
         """Keep the shard's slab until the matching `unpin`."""

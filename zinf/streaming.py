@@ -201,7 +201,8 @@ class Buffers:
 
     def keep(self) -> None:
         """Forward is over: what it did not change need not be kept."""
-        self._before = [(m, name, b) for m, name, b in self._before if (now := m._buffers.get(name)) is None or not torch.equal(now, b)]
+        # Comparing what is on a card would wait for it: there all are kept.
+        self._before = [(m, name, b) for m, name, b in self._before if (now := m._buffers.get(name)) is None or not now.is_cpu or not torch.equal(now, b)]
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
@@ -294,7 +295,7 @@ def _recomputed(call: Call, module: nn.Module, forward: Callable, args: Any, kwa
     inputs, buffers, flags = Inputs((args, kwargs), shard.name, conductor.activations), Buffers(module), Flags(module)
     in_forward = True
 
-    def run() -> Any:
+    def run(_: torch.Tensor) -> Any:
         if in_forward:
             conductor.use(Phase.FORWARD, shard)
             shard.bind()
@@ -311,7 +312,8 @@ def _recomputed(call: Call, module: nn.Module, forward: Callable, args: Any, kwa
     try:
         # No early stop: a forward that leaves by an exception would skip what the module does after its last operation.
         with set_checkpoint_early_stop(False):
-            out = checkpoint(run, use_reentrant=False)
+            # The empty tensor tells which device's random numbers are to be those of the forward again.
+            out = checkpoint(run, torch.empty(0, device=conductor.activations.device.torch_device), use_reentrant=False)
     finally:
         in_forward = False
         if shard.bound > bound:
@@ -352,7 +354,7 @@ def _looked_up(call: Call, forward: Callable, args: Any, kwargs: Any, block: boo
         call.begin_backward()
         offset, dtype, shape, stride = packed
         buffer = shard.weights_buffer()
-        typed = torch.empty(0, dtype=dtype)
+        typed = torch.empty(0, dtype=dtype, device=buffer.device)
         typed.set_(buffer.untyped_storage(), (buffer.storage_offset() + offset) // dtype.itemsize, shape, stride)
         return typed.clone() if call.differentiable else typed
 
