@@ -46,6 +46,17 @@ def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         one.add_argument("--seconds", type=_seconds, default=8.0, help="to take about [8]")
         one.add_argument("--json", action="store_true", help="machine-readable")
         one.set_defaults(run=run_host, what=name)
+    h2d = kinds.add_parser(
+        "h2d", parents=parents, help="the link to the card: each way, both at once, beside a busy drive",
+        description="Measures copies between host memory (registered, pinned, unpinned) and the card: up, down, both at once, and both beside a drive that "
+        "is read and written.",
+    )  # fmt: skip
+    h2d.add_argument("--path", metavar="PATH", default=".", help="a folder on that drive (default: this one)")
+    h2d.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="sim: shows that it runs, measures nothing")
+    h2d.add_argument("--size", type=parse_bytes, default=64 << 20, metavar="SIZE", help="of one copy [64MiB]")
+    h2d.add_argument("--seconds", type=_seconds, default=10.0, help="to take about [10]")
+    h2d.add_argument("--json", action="store_true", help="machine-readable")
+    h2d.set_defaults(run=run_link)
 
 
 def _seconds(value: str) -> float:
@@ -132,6 +143,30 @@ def measure_host(seconds: float = 8.0, what: str = "machine") -> Host:
         result = host.measure(seconds, parts, book.host, done=tick)
     measured.save(dataclasses.replace(book, host=result))
     return result
+
+
+def run_link(args: argparse.Namespace) -> int:
+    """Measure the link to the card; keep it beside what is known of the host."""
+    from zinf.planner import link
+
+    with _bar("measuring the link", link.runs(args.path)) as tick:
+        found = link.measure(args.path, args.seconds, args.device, args.size, tick)
+    book, where = measured.load(), "nowhere: sim is no card"
+    if args.device == "cuda":
+        where = "nowhere: run `zinf bench machine` first" if book.host is None else str(measured.location())
+    if args.device == "cuda" and book.host is not None:
+        measured.save(dataclasses.replace(book, host=dataclasses.replace(book.host, link=found.planned)))
+    if args.json:
+        json.dump(dataclasses.asdict(found) | {"planned": found.planned}, sys.stdout, indent=2)
+        print()
+        return 0
+    text.heading(f"Link to {found.device}")
+    rows = [[r.kind, *(text.rate(rate) if rate is not None else "-" for rate in (r.up, r.down, r.both))] for r in found.rates]
+    text.table(["host memory", "up", "down", "both, each way"], rows)
+    if found.with_drive is not None and found.drive is not None:
+        print(f"\n  beside a drive that moves {text.rate(found.drive)}: both at {text.rate(found.with_drive)} each way")
+    text.rows([("planned", f"{text.rate(found.planned)} each way"), ("kept in", where)])
+    return 0
 
 
 @contextmanager

@@ -11,14 +11,13 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from zinf import __version__, measured
-from zinf.cli import text
+from zinf.cli import card, text
 from zinf.config import cache_dir, format_bytes
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy", "cffi", "triton", "deepspeed")
@@ -76,7 +75,8 @@ def collect(paths: list[str]) -> dict[str, Any]:
         "kernel": platform.release(),
         "cpu": cpu(),
         "memory": memory(),
-        "gpu": gpus(),
+        "gpu": card.lines(),
+        "cards": card.cards(),
         "io": io(),
         "drives": [drive(path) for path in paths],
     }
@@ -203,35 +203,6 @@ def cgroup_limit(root: str = "/sys/fs/cgroup", self_file: str = "/proc/self/cgro
 def _memory_line(m: dict[str, Any]) -> str:
     line = f"{format_bytes(m['total'])}, {format_bytes(m['available'])} available"
     return f"{line}, but this process may use only {format_bytes(m['cgroup_limit'])} (cgroup)" if m["cgroup_limit"] else line
-
-
-def gpus() -> list[str]:
-    """A line for each GPU, as its driver calls it; torch is asked only if there is one."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    if done.returncode:
-        return []
-    lines = []
-    for line in done.stdout.strip().splitlines():
-        name, total, driver, gen, width = (part.strip() for part in line.split(","))
-        lines.append(f"{name}, {total}, driver {driver}, PCIe {gen} x{width}")
-    if lines and not _torch_cuda():
-        lines.append('but this torch cannot use it: pip install "torch" with CUDA')
-    return lines
-
-
-def _torch_cuda() -> bool:
-    try:
-        import torch
-
-        return torch.cuda.is_available()
-    except ImportError:
-        return False
 
 
 # --------------------------------------------------------------------------------------------------------------- drives
