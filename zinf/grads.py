@@ -136,7 +136,9 @@ class ShardGrads:
         self.release()
 
     def release(self) -> None:
-        """The step has read the grads."""
+        """The step has read the grads, or failed before it did: then their copy may still be under way, and the buffer not yet another's."""
+        with contextlib.suppress(Exception):  # told where the step, or the next backward, waits for it
+            self.arrived.wait()
         self.waiting = self.assigned = False
         self.seen = [False] * len(self.seen)
         self.shard.grads = [None] * len(self.shard.spec.runs)
