@@ -416,7 +416,16 @@ def test_without_an_exchange_of_names(tmp_path, monkeypatch):
         assert e.load_checkpoint(tmp_path / "saved") == {"number": 1}
         assert sorted(os.listdir(tmp_path / "saved")) == ["latest", "tag"]
         os.rename(tmp_path / "saved/tag", tmp_path / "saved/.tag.saving")
+        shutil.copytree(tmp_path / "saved/.tag.saving", tmp_path / "saved/.tag.old")
         assert e.load_checkpoint(tmp_path / "saved") == {"number": 1}
+        with monkeypatch.context() as m:  # the next save fails: what is whole but for its name is still there
+            m.setattr(saving.Target, "check_space", lambda self, need: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+            with pytest.raises(OSError, match="full"):
+                e.save_checkpoint(tmp_path / "saved", "tag", extra={"number": 2})
+        assert e.load_checkpoint(tmp_path / "saved") == {"number": 1}
+        e.save_checkpoint(tmp_path / "saved", "tag", extra={"number": 3})
+        assert e.load_checkpoint(tmp_path / "saved") == {"number": 3}
+        assert sorted(os.listdir(tmp_path / "saved")) == ["latest", "tag"]
 
 
 def test_blocks_are_shared_where_the_filesystem_can(tmp_path, straight, monkeypatch):

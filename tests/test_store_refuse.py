@@ -164,7 +164,7 @@ def test_overwriting_counts_what_it_frees_and_keeps_the_old_store_if_that_is_too
         f_bavail, f_frsize = directory._SLACK, 1  # all but the data, which the old store gives back
 
     monkeypatch.setattr(os, "statvfs", lambda p: Room)
-    bigger = layout.Model(tiny_model().shards * 2, 2048)
+    bigger = layout.Model(tiny_model().shards * 64, 2048)
     with pytest.raises(StoreError, match="bytes short"):
         Store.create([path], bigger, io, overwrite=True)
     assert {k: v for k, v in tree(Path(path)).items() if k != "lock"} == {k: v for k, v in before.items() if k != "lock"}
@@ -560,3 +560,42 @@ def test_a_directory_with_nothing_but_a_lock_is_cleaned(tmp_path: Path) -> None:
     assert [(s["state"], s["paths"]) for s in inspect([str(tmp_path)])["stores"]] == [("uncommitted", [str(tmp_path / "begun")])]
     assert clean([str(tmp_path)], yes=False) == {"removed": [str(tmp_path / "begun")], "kept": []}
     assert os.listdir(tmp_path) == ["users"]
+
+
+@pytest.mark.parametrize("action", ["again", "overwrite", "clean"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_killed_while_a_store_of_two_paths_is_removed(tmp_path: Path, io: FakeIo, monkeypatch: pytest.MonkeyPatch, action: str, swapped: bool) -> None:
+    """At each file that goes: the same command, and a new store there, then say nothing of paths of a store that is elsewhere."""
+    order = slice(None, None, -1 if swapped else 1)
+    for n in range(100):
+        paths = [str(tmp_path / f"{n}a"), str(tmp_path / f"{n}b")]
+        if action == "again":
+            Store.create(paths, tiny_model(), io).close()
+        else:
+            make(paths, io)
+        killed = False
+        with monkeypatch.context() as m:
+            left, real = [n], os.unlink
+
+            def unlink(path, *args, left=left, real=real, **kwargs):
+                if left[0] <= 0:
+                    left[0] = -1
+                    raise KeyboardInterrupt  # and from then on always: as SIGKILL, for the files
+                left[0] -= os.path.lexists(path)
+                return real(path, *args, **kwargs)
+
+            m.setattr(os, "unlink", unlink)
+            try:
+                if action == "clean":
+                    clean(paths[order], yes=True)
+                else:
+                    Store.create(paths[order], tiny_model(), io, overwrite=action == "overwrite").close()
+            except KeyboardInterrupt:
+                killed = True
+        there = os.path.exists(os.path.join(paths[0], manifest.MANIFEST))  # until that is gone it is a store as before
+        Store.create(paths[order], tiny_model(), io, overwrite=there).close()
+        clean(paths, yes=False)
+        assert not os.path.exists(paths[0]) and not os.path.exists(paths[1])
+        if not killed:
+            break
+    assert n > 6

@@ -80,7 +80,8 @@ def export_safetensors(
     divided = _divide(list(out.values()), max_shard_size)
     files = [_File(name, *write_header([(x.name, x.dtype, x.shape) for x in tensors], name, metadata), tensors) for name, tensors in divided.items()]
     if journal is not None:
-        journal.begin(hashlib.sha256(b"".join([contents.encode(), *(file.header for file in files)])).hexdigest()[:16])
+        beside = [checksum(_raw(b)).to_bytes(8, "little") for _, b in sorted((buffers or {}).items())]
+        journal.begin(hashlib.sha256(b"".join([contents.encode(), *beside, *(file.header for file in files)])).hexdigest()[:16])
     index = None
     if len(files) > 1:
         weight_map = {x.name: file.name for file in files for x in file.tensors}
@@ -243,7 +244,7 @@ class _Exporter:
         self.target.create(file.name, file.header, file.nbytes)
         for place in file.places:
             if place.name in self._buffers:
-                raw = self._buffers[place.name].detach().cpu().contiguous().view(-1).view(torch.uint8)
+                raw = _raw(self._buffers[place.name])
                 self.target.write(place, 0, raw)
                 file.sums.append((place.begin, checksum(raw)))
         return True
@@ -322,6 +323,10 @@ class _Exporter:
                 pread(fd, file.name, place.begin, raw)
                 sums.append((place.begin, checksum(raw)))
         return digest_of(file.header, sums) == digest
+
+
+def _raw(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def _sum(stage: torch.Tensor, fd: int, path: str, at: int, nbytes: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -25,6 +26,8 @@ from zinf.checkpoint import direct
 from zinf.checkpoint.format import Tensor
 from zinf.checkpoint.sources import INDEX, SINGLE
 from zinf.errors import CheckpointError
+
+log = logging.getLogger("zinf")
 
 JOURNAL = ".zinf-export"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -153,7 +156,7 @@ class Folder:
     def create(self, file: str, header: bytes, nbytes: int = 0) -> None:
         """Begin a file with its header; `nbytes` long in the end."""
         self._temporary[file] = f".{file}.{os.getpid()}.tmp"
-        self._fds[file] = fd = os.open(self._path(self._temporary[file]), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._fds[file] = fd = _new(self._path(self._temporary[file]), os.O_RDWR)
         with contextlib.suppress(OSError):  # a network mount may have no locks; then what a killed export leaves stays
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._direct[file] = direct.open_direct(self._path(self._temporary[file]), os.O_WRONLY) if nbytes else None
@@ -168,17 +171,33 @@ class Folder:
         """Take up a file that the journal has as finished, if check(descriptor, digest) finds it unchanged: publish() publishes it."""
         temporary, digest = self._journal.finished.get(file, ("", "")) if self._journal is not None else ("", "")
         for name in (temporary, file) if temporary else ():
-            with contextlib.suppress(FileNotFoundError):
-                fd = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                if check(fd, digest):
-                    with contextlib.suppress(OSError):
-                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    self._fds[file] = fd
-                    self._published += [file] if name == file else []
-                    self._temporary |= {file: temporary} if name != file else {}
-                    return True
-                os.close(fd)
+            if (fd := self._unchanged(name, digest, check)) is not None:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._fds[file] = fd
+                self._published += [file] if name == file else []
+                self._temporary |= {file: temporary} if name != file else {}
+                return True
+        if temporary:  # it is written anew under a name of this process, so nobody else would remove it
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(temporary))
         return False
+
+    def _unchanged(self, name: str, digest: str, check: Callable[[int, str], bool]) -> int | None:
+        """A descriptor of a file that is what was finished. None if it is not there, is another, or cannot be read: a file can be written again."""
+        try:
+            fd = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        same = False
+        try:
+            same = check(fd, digest)
+        except OSError as e:
+            log.warning("%s cannot be read back and is written again: %s", self._path(name), e)
+        finally:
+            if not same:
+                os.close(fd)
+        return fd if same else None
 
     def check_space(self, need: int) -> None:
         stat = os.statvfs(self.folder)
@@ -240,7 +259,7 @@ def digest_of(header: bytes, pieces: Iterable[tuple[int, int]]) -> str:
 def put(path: str, data: bytes) -> None:
     """Write a small file, durable and whole under its name or not at all."""
     temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.zinf")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    fd = _new(temporary, os.O_WRONLY)
     try:
         _pwrite(fd, path, 0, data)
         os.fsync(fd)
@@ -248,6 +267,16 @@ def put(path: str, data: bytes) -> None:
         os.close(fd)
     os.replace(temporary, path)
     sync(os.path.dirname(path))
+
+
+def _new(path: str, flags: int) -> int:
+    """An empty file of our own: whatever has that name (a killed process had our pid, a symlink) is removed, and not written through."""
+    flags |= os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o666)
+    except FileExistsError:
+        os.unlink(path)
+        return os.open(path, flags, 0o666)
 
 
 def sync(folder: str) -> None:

@@ -193,8 +193,12 @@ class SafetensorsSource:
         return [name for name in self.tensors if name not in used]
 
     def mark(self) -> str:
-        """Of the files as they are now (names, sizes, times of change, inodes), their headers, and what is read from where; another one means other values."""
-        of_files = [[os.path.basename(path), (info := os.fstat(fd)).st_size, info.st_mtime_ns, info.st_ino] for path, fd in sorted(self._fds.items())]
+        """Of the files as they are now (names, sizes, times of change, inodes), their headers, and what is read from where; another one means other values.
+
+        The kernel's own time of change too: tools that copy set the other back.
+        """
+        infos = [(os.path.basename(path), os.fstat(fd)) for path, fd in sorted(self._fds.items())]
+        of_files = [[name, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino] for name, info in infos]
         of_tensors = [[t.name, t.dtype, t.shape, os.path.basename(t.path), t.begin] for _, t in sorted(self.tensors.items())]
         of_names = {name: parts if isinstance(parts, str) else [dataclasses.astuple(p) for p in parts] for name, parts in self.names.items()}
         return hashlib.sha256(json.dumps([of_files, of_tensors, of_names], sort_keys=True).encode()).hexdigest()[:16]

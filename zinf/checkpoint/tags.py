@@ -90,8 +90,27 @@ def check_free(folder: str, tag: str) -> None:
     if os.path.lexists(path) and load(path) is None and (not os.path.isdir(path) or os.path.islink(path) or os.listdir(path)):
         raise StoreError(f"{path} is there and is no checkpoint: choose another tag, or remove it")
     left = partial(folder, tag)
-    if os.path.isdir(left):
+    if os.path.isdir(left) and not os.path.isdir(path) and load(left) is not None:
+        _name(left, path)
+    elif os.path.isdir(left):
         remove(left)
+    if load(old := _old(left)) is not None:
+        remove(old)
+
+
+def _name(left: str, path: str) -> None:
+    """Give a checkpoint its name that is whole but for that: `find` takes it for the tag, so it must not go before the next one is there."""
+    lock = directory.Lock([left])
+    try:
+        os.rename(left, path)
+    finally:
+        lock.release()
+    manifest.sync_directory(os.path.dirname(path))
+
+
+def _old(made: str) -> str:
+    """Where the older checkpoint of a tag stands for an instant, where the filesystem cannot exchange."""
+    return made.removesuffix(".saving") + ".old"
 
 
 def remove(path: str) -> None:
@@ -136,7 +155,7 @@ def _exchange(made: str, target: str) -> None:
             raise OSError(ffi.errno, f"rename: {os.strerror(ffi.errno)}", target)
     except AttributeError:
         pass  # a libc without it
-    old = made.removesuffix(".saving") + ".old"
+    old = _old(made)
     os.rename(target, old)
     os.rename(made, target)
     os.rename(old, made)  # where publish removes it

@@ -21,6 +21,7 @@ from zinf.checkpoint import Part, SafetensorsSource, export_safetensors, tags
 from zinf.checkpoint.folder import Journal, put, what_is_there
 from zinf.checkpoint.staging import Progress
 from zinf.errors import CheckpointError, StoreError
+from zinf.hf.loading import extra_files
 from zinf.tiers import manifest, nvme
 from zinf.tiers.nvme import Store
 
@@ -134,7 +135,8 @@ def _extras(origin: dict[str, Any], out: str, dtype: str) -> list[str]:
         log.warning("%s has weights only: %s", out, f"{source} is not there any more" if source else "the model was not imported from a folder")
         return []
     written = []
-    for name in (*CONFIGS, *origin.get("files", ())):
+    own = extra_files(source)  # a manifest may be anybody's: it cannot name other files, nor places outside of `out`
+    for name in (*CONFIGS, *(name for name in origin.get("files", ()) if name in own)):
         if not os.path.isfile(os.path.join(source, name)):
             continue
         target = os.path.join(out, name)

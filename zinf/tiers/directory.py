@@ -168,6 +168,22 @@ def empty(path: str) -> None:
             manifest.sync_directory(path)  # never a manifest over files that are gone
 
 
+def in_removal(paths: Sequence[str]) -> list[str]:
+    """`paths`, on which stores stand, in the order in which to empty them: the first of a store last, when its manifest is gone.
+
+    Whoever is killed in between leaves a store that never came to a commit, and not further paths of one that is not there.
+    """
+    index = {}
+    for path in paths:
+        index[path] = 0
+        with contextlib.suppress(StoreError, OSError):
+            index[path] = manifest.load_member(path).index
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(path, manifest.MANIFEST))
+            manifest.sync_directory(path)
+    return sorted(paths, key=lambda path: -index[path])
+
+
 def remove(path: str) -> None:
     """Remove the store's own files, its lock, and the directory if nothing else is in it."""
     empty(path)

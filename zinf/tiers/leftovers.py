@@ -68,7 +68,7 @@ def clean(paths: Sequence[str], *, yes: bool) -> dict[str, list[Any]]:
             if store["state"] == "uncommitted" and os.path.lexists(os.path.join(where[0], manifest.MANIFEST)):
                 kept.append((where, "it was committed meanwhile"))
                 continue
-            for path in where:
+            for path in directory.in_removal(where):
                 directory.remove(path)
             removed.extend(where)
         finally:

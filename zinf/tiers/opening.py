@@ -99,7 +99,7 @@ def make_room(paths: Sequence[str], placement: layout.Placement, overwrite: bool
                 raise StoreError(f"{path} is path {member.index} of a store whose first path is elsewhere: remove it with zinf clean, or pass overwrite=True")
     needs = {path: placement.nbytes(i) - (placement.sizes[i].get(layout.FROZEN, 0) if linked else 0) for i, path in enumerate(paths)}
     directory.check_space(needs, {path: directory.disk_usage(path) for path in ours})
-    for path in ours:
+    for path in directory.in_removal(ours):
         directory.empty(path)
 
 
