@@ -14,6 +14,7 @@ from test_import_export import Killed, files, store_of
 from zinf.checkpoint import SafetensorsSource, export_safetensors
 from zinf.checkpoint import folder as exports
 from zinf.checkpoint.folder import JOURNAL, Folder, Journal
+from zinf.errors import CheckpointError
 from zinf.hf import exporting
 from zinf.hf.exporting import export_checkpoint
 
@@ -122,3 +123,26 @@ def test_a_manifest_cannot_name_files_to_copy_that_are_not_a_models(tmp_path, na
     assert sorted(os.path.basename(f) for f in written) == ["config.json", "tokenizer.json"]
     assert os.listdir(tmp_path / "b") == ["out"] and (tmp_path / "a" / "escaped").read_text() == "hostile"
     assert sorted(os.listdir(out)) == ["config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("bad", ["{", "[]", "null", '"x"', "[" * 100_000])
+def test_a_config_that_was_damaged_since_is_one_line(tmp_path, bad):
+    (tmp_path / "config.json").write_text(bad)
+    with pytest.raises(CheckpointError, match=r"config\.json is not a config any more"):
+        exporting._extras({"source": str(tmp_path)}, str(tmp_path / "out"), "bf16")
+
+
+def test_what_is_no_folder_is_said_in_a_line(tmp_path):
+    store = store_of(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for out in ("file", "file/below", "dangling"):
+        with pytest.raises(CheckpointError, match="is not a folder"):
+            export_checkpoint(str(store), str(tmp_path / out))
+    for kind in ("link", "folder"):
+        out = tmp_path / kind
+        out.mkdir()
+        (out / JOURNAL).symlink_to(tmp_path / "victim") if kind == "link" else (out / JOURNAL).mkdir()
+        with pytest.raises(CheckpointError, match="is no file of an export"):
+            export_checkpoint(str(store), str(out))
+    assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "victim").exists() and not (tmp_path / "nowhere").exists()

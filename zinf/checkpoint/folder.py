@@ -39,8 +39,13 @@ class Journal:
 
     def __init__(self, folder: str) -> None:
         """Raises CheckpointError if another export writes there."""
-        os.makedirs(folder, exist_ok=True)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise CheckpointError(f"{folder} is not a folder, or a part of it is a file: export to another one") from None
         self.path = os.path.join(folder, JOURNAL)
+        if os.path.lexists(self.path) and (os.path.islink(self.path) or not os.path.isfile(self.path)):
+            raise CheckpointError(f"{self.path} is no file of an export: remove it, or choose another folder")
         self._mark: str | None = None
         self.finished: dict[str, tuple[str, str]] = {}  # file -> (its temporary name, digest)
         while True:

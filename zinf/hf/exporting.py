@@ -128,6 +128,16 @@ def _common(model: layout.Model) -> str:
     return max(numel, key=lambda d: numel[d])
 
 
+def _config(path: str, data: bytes, dtype: str) -> bytes:
+    """A config.json that says the dtype of the exported weights."""
+    try:
+        config = json.loads(data)
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = _NAMES[dtype]
+    except (ValueError, TypeError, RecursionError) as e:
+        raise CheckpointError(f"{path} is not a config any more ({type(e).__name__}): restore it and export again, the weights are there") from None
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
 def _extras(origin: dict[str, Any], out: str, dtype: str) -> list[str]:
     """Copy what is not weights; the config says the dtype of the weights."""
     source = origin.get("source")
@@ -144,9 +154,7 @@ def _extras(origin: dict[str, Any], out: str, dtype: str) -> list[str]:
         with open(os.path.join(source, name), "rb") as f:
             data = f.read()
         if name == CONFIGS[0]:
-            config = json.loads(data)
-            config["torch_dtype" if "torch_dtype" in config else "dtype"] = _NAMES[dtype]
-            data = (json.dumps(config, indent=2) + "\n").encode()
+            data = _config(os.path.join(source, name), data, dtype)
         put(target, data)
         written.append(target)
     return written
