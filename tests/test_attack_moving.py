@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import llama
 from test_checkpoint import folder_of, make_layout, random_tensors
-from test_import_export import Killed, files, store_of
+from test_import_export import Killed, contents, files, store_of
 
+import zinf
 from zinf.checkpoint import SafetensorsSource, export_safetensors
 from zinf.checkpoint import folder as exports
 from zinf.checkpoint.folder import JOURNAL, Folder, Journal
+from zinf.checkpoint.sources import _FileReader
 from zinf.errors import CheckpointError
 from zinf.hf import exporting
 from zinf.hf.exporting import export_checkpoint
@@ -146,3 +149,32 @@ def test_what_is_no_folder_is_said_in_a_line(tmp_path):
         with pytest.raises(CheckpointError, match="is no file of an export"):
             export_checkpoint(str(store), str(out))
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "victim").exists() and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("change", ["written", "removed"])
+def test_a_source_that_changes_while_it_is_imported_is_not_committed(tmp_path, monkeypatch, change):
+    """A file that is written in place: half old, half new. One that is removed, or replaced, is read on."""
+    llama(num_hidden_layers=2).save_pretrained(tmp_path / "in")
+    file, real, done = tmp_path / "in/model.safetensors", _FileReader.read, []
+
+    def read(self, start, out):
+        real(self, start, out)
+        if not done and change == "written":
+            with open(file, "r+b") as f:
+                f.seek(-1, os.SEEK_END)
+                f.write(b"\x55")
+        elif not done:
+            file.unlink()
+        done.append(start)
+
+    with monkeypatch.context() as m:
+        m.setattr(_FileReader, "read", read)
+        if change == "removed":
+            zinf.from_pretrained(tmp_path / "in", nvme_path=tmp_path)
+            return
+        with pytest.raises(CheckpointError, match=r"model\.safetensors was changed while it was imported"):
+            zinf.from_pretrained(tmp_path / "in", nvme_path=tmp_path)
+    assert not (tmp_path / "run/manifest.json").exists()
+    for name in ("run", "straight"):
+        zinf.from_pretrained(tmp_path / "in", nvme_path=tmp_path, run_name=name)
+    assert contents(tmp_path / "run")[0] == contents(tmp_path / "straight")[0]

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from zinf import layout
@@ -40,6 +40,7 @@ def import_store(
     shares: Sequence[float] | None = None,
     anew: Collection[str] = (),
     progress: Progress | None = None,
+    check_unchanged: Callable[[], None] | None = None,
 ) -> None:
     """Make a store of `model` at `paths` with the values of `source`, and commit it as step 0.
 
@@ -49,6 +50,7 @@ def import_store(
         anew: parameters that `mark` does not cover (random ones): their runs are always imported.
         shares, overwrite: as for Store.create.
         progress: called with (bytes of weights there, bytes in all).
+        check_unchanged: called before the commit; raises if what was read may not be of one source.
 
     Raises:
         As Store.create and import_tensors.
@@ -65,6 +67,8 @@ def import_store(
             log.info("%s: goes on with %d chunks that an interrupted import has left", paths[0], len(there))
         with contextlib.closing(_Notes(store, mark, random)) as notes:
             import_tensors(model, source, store.write, progress=progress, there=there, wrote=notes.wrote)
+        if check_unchanged is not None:
+            check_unchanged()
         store.commit(0, extra)
 
 

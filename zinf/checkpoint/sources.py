@@ -114,11 +114,13 @@ class SafetensorsSource:
         self.tensors: dict[str, Tensor] = {}
         self._fds: dict[str, int] = {}
         self._direct: dict[str, int | None] = {}
+        self._opened: dict[str, tuple[int, int]] = {}  # size and time of change
         try:
             files, index = _files(self.where)
             for path in files:
                 self._fds[path] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 self._direct[path] = direct.open_direct(path, os.O_RDONLY)
+                self._opened[path] = _written(fd)
                 for name, tensor in read_header(fd, path).items():
                     self._add(name, tensor, index)
             for name, file in index.items():
@@ -203,6 +205,12 @@ class SafetensorsSource:
         of_names = {name: parts if isinstance(parts, str) else [dataclasses.astuple(p) for p in parts] for name, parts in self.names.items()}
         return hashlib.sha256(json.dumps([of_files, of_tensors, of_names], sort_keys=True).encode()).hexdigest()[:16]
 
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if a file was written since it was opened: what was read may be of both. (Removed or replaced ones are read on.)"""
+        for path, fd in self._fds.items():
+            if _written(fd) != self._opened[path]:
+                raise CheckpointError(f"{path} was changed while it was imported: nothing was committed; import again when it stays as it is")
+
     def close(self) -> None:
         """Close the files; idempotent."""
         while self._fds:
@@ -215,6 +223,11 @@ class SafetensorsSource:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _written(fd: int) -> tuple[int, int]:
+    info = os.fstat(fd)
+    return info.st_size, info.st_mtime_ns
 
 
 def _files(where: str) -> tuple[list[str], dict[str, str]]:

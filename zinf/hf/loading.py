@@ -317,6 +317,7 @@ def from_pretrained(
                 import_store(
                     paths, plan, values, io, mark=source.mark(), extra={"origin": origin.to_json()}, crash_safe=crash_safe, overwrite=overwrite, anew=fresh,
                     shares=measured.shares(paths), progress=progress,
+                    check_unchanged=source.check_unchanged if isinstance(source, SafetensorsSource) else None,
                 )  # fmt: skip
     make_placeholders(model)
     for name, p in model.named_parameters():
