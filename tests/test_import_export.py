@@ -487,7 +487,7 @@ def test_wrong_turns_of_export(tmp_path, source, capsys, monkeypatch):
         ([store, tmp_path / "out", "--max-shard-size", "5GiX"], "--max-shard-size: '5GiX' is not a size"),
         ([store, tmp_path / "out", "--max-shard-size", "0"], "--max-shard-size is 0"),
         ([store, tmp_path / "full"], "is not empty (notes.txt): choose a new folder"),
-        ([store, tmp_path / "file"], "File exists"),
+        ([store, tmp_path / "file"], "is not a folder, or a part of it is a file"),
     ):
         code, out, err = zinf_command(capsys, "export", *args)
         assert code == 1 and out == "" and said in err and err.count("\n") == 1, (args, err)
