@@ -56,7 +56,8 @@ class Engine:
     Args:
         model: any nn.Module, materialised, or from zinf.from_pretrained (then its weights are in a store already).
         config: a Config; keyword options override its fields.
-        param_groups: as for torch.optim, covering all trainable parameters; None puts them in one group.
+        param_groups: as for torch.optim, covering all trainable parameters; None puts them in one group. []: for inference, of a model
+            whose parameters are all frozen; nothing is committed.
         resume: for a materialised model: go on from the last commit of the store that stands at nvme_path/run_name, and
             ignore the model's own values.
 
@@ -84,7 +85,7 @@ class Engine:
         stateful = memory.stateful(model, trained, memory.store_paths(config, basis), stored, resume)
         self.units = discover(model, config.blocks, config.leaf_bytes, stateful)
         chunk = config.chunk_size if self.origin is None else self.origin.chunk_size
-        self.layout = layout_of(self.units, chunk, stateful, moments=moments(config, groups))
+        self.layout = layout_of(self.units, chunk, stateful, moments=moments(config, groups or ({},)))
         scaled = scaling.scales(config, self.layout)
         self.step_mode = memory.choose_step_mode(config, self.origin is not None or bool(config.nvme_path), scaled)
         self._scaler = scaling.LossScaler(config, scaled)
@@ -279,6 +280,22 @@ class Engine:
     def eval(self) -> Engine:
         """model.eval()."""
         return self.train(False)
+
+    def generate(self, inputs: torch.Tensor, **kwargs: Any) -> Any:
+        """model.generate, in eval mode: weights are read once for a token of all rows, and the KV cache stays on the device. Returns what that returns.
+
+        Raises:
+            BudgetError: it does not fit on the device; give fewer rows, or fewer tokens.
+        """
+        self.health.check_usable()
+        was = self.module.training
+        self.module.eval()
+        inputs, kwargs = moving.tensors_to((inputs, kwargs), self.memory.parts.device.torch_device)
+        try:
+            with oom.explained("forward", self.memory.plan, self.config), torch.no_grad():
+                return self.module.generate(inputs, **kwargs)  # type: ignore[operator]
+        finally:
+            self.module.train(was)
 
     @property
     def global_step(self) -> int:

@@ -32,7 +32,7 @@ class Optimizer(torch.optim.Optimizer):
         self._engine: Engine | None = None
         self._config = engine.config
         self._room = engine.layout.moments
-        super().__init__(list(groups), engine.config.optimizer_options())
+        super().__init__(list(groups) or [{"params": []}], engine.config.optimizer_options())  # none: an engine for inference
         self._engine = engine
         self._index()
 
@@ -113,14 +113,18 @@ def make_groups(model: nn.Module, groups: Sequence[dict[str, Any]] | None, confi
     """Parameter groups over the parameters of `model` that may be trained, which `trained` names.
 
     None puts them all in one (or in two, see decay_groups, with config.decay_norms_and_biases off). Given groups (as for torch.optim) must
-    cover them exactly once.
+    cover them exactly once; where nothing is trained, no group says that this is meant.
 
     Raises:
         ConfigError: a trainable parameter is missing or there twice, or one is not the model's or is frozen.
     """
     names = {id(p): name for name, p in model.named_parameters() if name in trained}
+    if not names and groups is not None and not groups:
+        return []
     if not names:
-        raise ConfigError(f"all parameters of {type(model).__name__} are frozen: there is nothing to train; set requires_grad on some")
+        raise ConfigError(
+            f"all parameters of {type(model).__name__} are frozen: there is nothing to train; set requires_grad on some, or for inference give param_groups=[]"
+        )
     if groups is None:
         if not config.decay_norms_and_biases:
             return decay_groups(model, config.weight_decay, trained)

@@ -93,7 +93,9 @@ class Progress:
             self._committer.ask(step, payload)
 
     def ask(self) -> None:
-        """Ask for a commit of the last step as everything is now."""
+        """Ask for a commit of the last step as everything is now. No-op in an engine for inference: its store may be a run's, which goes on from there."""
+        if not self._trains():
+            return
         self.late = None
         self.mark()
         self._committer.ask(self.stepper.global_step, self.marks.of(self.stepper.global_step) or {})
@@ -110,6 +112,9 @@ class Progress:
         state = committed.get("engine")
         if state is None:
             return  # imported, never trained
+        if not self._trains():
+            self.buffers.restore(state.get("buffers", {}))  # for inference: what trained it does not matter
+            return
         trained = state.get("optimizer", "adamw or adam")  # before it was written down, there were these two
         if self._algorithm not in trained.split():
             raise ConfigError(
@@ -131,6 +136,9 @@ class Progress:
         """See Engine.restore_rng."""
         if self._rng is not None:
             rng.restore(self._rng)
+
+    def _trains(self) -> bool:
+        return any(group["params"] for group in self.optimizer.param_groups)
 
     def _groups(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in g.items() if k != "params" and _plain(v)} for g in self.optimizer.param_groups]
