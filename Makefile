@@ -1,7 +1,8 @@
 # make            set up everything that is missing: system packages (as root), .venv, Python packages, native code
 # make demo       then fine-tune a real model from NVMe          (ARGS="steps=20" and the like are passed on)
 # make test       then run the whole test suite                  (ARGS="-k data -x" and the like are passed on)
-# make lint       ruff and mypy
+# make lint       ruff, mypy, and the site, strictly
+# make docs       the generated pages anew, and the site into build/site
 # make sanitize   the tests of the native code under AddressSanitizer and UBSan, its drivers under ThreadSanitizer too
 # make crash     N=300: a training that is killed so often, at random moments of every phase
 # make soak      MINUTES=30: the tests of exactness on the sim device, with random delays, seed after seed
@@ -14,7 +15,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: setup demo test lint sanitize soak crash fuzz combine bounded clean distclean
+.PHONY: setup demo test lint docs sanitize soak crash fuzz combine bounded clean distclean
 setup:
 	@tools/setup
 
@@ -27,6 +28,12 @@ test: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
+docs: setup
+	$(BIN)/python tools/docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	@echo "docs: build/site/index.html"
 
 sanitize: setup
 	@tools/sanitize $(ARGS)

@@ -3,9 +3,9 @@
 zinf._aio  the I/O engine; with liburing where its header is found, else with the thread backend alone (`zinf env` says so)
 zinf._ops  the CPU kernels; every instruction set from one plain body, chosen at run time, so no -march flag
 
-No torch headers, no nvcc, nothing is downloaded. Switches: ZINF_NO_LIBURING=1 builds without liburing, ZINF_NO_NATIVE=1 builds
-nothing (tools/setup does that in a step of its own), ZINF_SANITIZE=address|thread|undefined builds for a sanitizer, CXX chooses
-the compiler.
+No torch headers, no nvcc, nothing is downloaded. Switches: ZINF_NO_LIBURING=1 builds without liburing, ZINF_REQUIRE_LIBURING=1 fails
+where it is missing (wheels), ZINF_NO_NATIVE=1 builds nothing (tools/setup does that in a step of its own),
+ZINF_SANITIZE=address|thread|undefined builds for a sanitizer, CXX chooses the compiler.
 """
 
 import os
@@ -41,6 +41,8 @@ def extension(name: str, folder: str, **kw) -> Pybind11Extension:
 
 native = not os.environ.get("ZINF_NO_NATIVE")
 uring = native and has_liburing()
+if native and not uring and os.environ.get("ZINF_REQUIRE_LIBURING"):
+    raise SystemExit("zinf: ZINF_REQUIRE_LIBURING is set, and liburing.h or liburing was not found (Debian, Ubuntu: apt install liburing-dev)")
 if native and not uring:
     print("zinf: liburing not found, building with the thread backend alone (Debian, Ubuntu: apt install liburing-dev)")
 
