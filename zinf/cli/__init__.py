@@ -1,4 +1,4 @@
-"""The `zinf` command: `zinf demo | train | generate | report | plan | bench | env | import | export | inspect | clean | ds-config`.
+"""The `zinf` command: `zinf demo | train | run | generate | report | plan | bench | env | import | export | inspect | clean | ds-config`.
 
 Each command is a module with `add(commands)` that declares its arguments and a `run(args) -> exit code`; modules are light, what
 is heavy is imported by run. A mistake of the user, or of a disk, is one line on stderr; `--debug` shows where it came from.
@@ -16,14 +16,14 @@ from zinf.errors import ZinfError
 
 
 def parser() -> argparse.ArgumentParser:
-    from zinf.cli import bench, demo, ds_config, env, generate, models, plan, report, store, train
+    from zinf.cli import bench, demo, ds_config, env, generate, models, plan, report, run, store, train
 
     top = argparse.ArgumentParser(prog="zinf", description="Fine-tune models larger than the GPU, and larger than the RAM, on one card.")
     top.add_argument("--version", action="version", version=f"zinf {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the full traceback of an error, and debug messages")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    for module in (demo, train, generate, report, plan, bench, env, models, store, ds_config):
+    for module in (demo, train, run, generate, report, plan, bench, env, models, store, ds_config):
         module.add(commands, [common])
     return top
 
