@@ -176,7 +176,7 @@ def run(page: Path, source: str, kept: dict[str, Any]) -> dict[str, Any]:
     shutil.rmtree("nvme", ignore_errors=True)
     Path("nvme").mkdir()
     names = dict(kept)
-    if page.name in ("from-deepspeed.md", "trainer.md", "index.md"):
+    if "deepspeed" in page.read_text():
         names |= from_deepspeed()
         if page.name == "trainer.md":
             shutil.copy("auto.json", "ds_config.json")

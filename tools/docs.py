@@ -41,7 +41,7 @@ Every option has one name, given in any of these ways; the first that has it cou
 |---|---|
 | keyword | `zinf.Engine(model, host_memory="48GiB")` |
 | command line | `zinf train run.yaml engine.host_memory=48GiB steps=100` |
-| environment | `ZINF_HOST_MEMORY=48GiB` (the engine's options) |
+| environment | `ZINF_HOST_MEMORY=48GiB`: options of the engine, read by `zinf train` and `zinf.Config.load()` |
 | file | `host_memory: 48GiB`, in the `engine` section of a run's file; `zinf.Config.load("engine.yaml")` |
 
 Sizes are bytes, or text: `512MiB` and `20G` are binary, `20GB` is decimal. An unknown key, or a value that its key cannot have, is an error before any work,
