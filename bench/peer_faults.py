@@ -42,7 +42,19 @@ def model(noncontiguous: bool) -> torch.nn.Module:
     return made
 
 
-class Zinf:
+class Trainee:
+    """The loop, which is the same for both."""
+
+    _engine: Any
+
+    def step(self, ids: torch.Tensor, scale: float) -> float:
+        loss = self._engine(input_ids=ids, labels=ids).loss
+        self._engine.backward(loss * scale)
+        self._engine.step()
+        return float(loss.detach())
+
+
+class Zinf(Trainee):
     """The loop of zinf's README."""
 
     def __init__(self, args: argparse.Namespace):
@@ -62,12 +74,6 @@ class Zinf:
     def at(self) -> int:
         return int(self._engine.global_step)
 
-    def step(self, ids: torch.Tensor, scale: float) -> float:
-        loss = self._engine(input_ids=ids, labels=ids).loss
-        self._engine.backward(loss * scale)
-        self._engine.step()
-        return float(loss.detach())
-
     def save(self, folder: str, tag: str) -> None:
         self._engine.save_checkpoint(folder, tag)
         self._engine.synchronize()
@@ -76,7 +82,7 @@ class Zinf:
         return all(bool(t.isfinite().all()) for t in self._engine.state_dict().values())
 
 
-class DeepSpeed:
+class DeepSpeed(Trainee):
     """The loop of DeepSpeed's documentation, ZeRO-3 with parameters and optimizer on NVMe."""
 
     def __init__(self, args: argparse.Namespace):
@@ -98,12 +104,6 @@ class DeepSpeed:
     @property
     def at(self) -> int:
         return int(self._engine.global_steps)
-
-    def step(self, ids: torch.Tensor, scale: float) -> float:
-        loss = self._engine(input_ids=ids, labels=ids).loss
-        self._engine.backward(loss * scale)
-        self._engine.step()
-        return float(loss.detach())
 
     def save(self, folder: str, tag: str) -> None:
         self._engine.save_checkpoint(folder, tag)
