@@ -445,7 +445,8 @@ def test_wrong_turns_of_import(tmp_path, source, capsys, monkeypatch):
         ([pickled, store], "convert them once"),
         ([source, tmp_path / "other"], "has other files (notes.txt): give a folder of its own"),
         ([source, tmp_path / "nowhere/run"], "does not exist: mount the drive or create the directory"),
-        ([source, store, "--chunk-size", "1000"], "chunk_size"),
+        ([source, store, "--chunk-size", "1000"], "chunk_size is 1000"),
+        ([source, store, "--chunk-size", "0"], "chunk_size is 0"),
     ):
         code, out, err = zinf_command(capsys, "import", *args)
         assert code == 1 and out == "" and said in err and err.count("\n") == 1, (args, err)

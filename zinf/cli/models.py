@@ -64,7 +64,8 @@ def import_model(args: argparse.Namespace) -> int:
     from zinf.hf.loading import from_pretrained, resolve
 
     dtype = getattr(torch, DTYPES[_dtype(args.dtype)])
-    Config(optimizer=args.optimizer, momentum=args.momentum, ema_decay=args.ema_decay)  # says what is wrong before anything is looked at
+    chunk = {} if args.chunk_size is None else {"chunk_size": args.chunk_size}
+    Config(optimizer=args.optimizer, momentum=args.momentum, ema_decay=args.ema_decay, **chunk)  # says what is wrong before anything is looked at
     quiet_transformers()
     folder = resolve(args.model)
     paths = store_paths(args.store, args.nvme_path)
