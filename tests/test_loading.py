@@ -296,6 +296,8 @@ def test_what_cannot_be_built(tmp_path, monkeypatch):
 def test_hub_without_a_network_is_one_line(monkeypatch, tmp_path):
     import huggingface_hub
 
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
     def offline(*args, **kwargs):
         raise huggingface_hub.errors.LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder\nand more\nlines")
 
@@ -303,7 +305,8 @@ def test_hub_without_a_network_is_one_line(monkeypatch, tmp_path):
     with pytest.raises(ConfigError) as e:
         loading.from_pretrained("owner/model", nvme_path=tmp_path)
     assert str(e.value) == (
-        "owner/model is not a folder here, and could not be downloaded from the hub: LocalEntryNotFoundError: Cannot find an appropriate cached snapshot folder"
+        "owner/model is not a folder here, and could not be downloaded from the hub: HF_HUB_OFFLINE is set: give a folder, or unset it "
+        "(LocalEntryNotFoundError: Cannot find an appropriate cached snapshot folder)"
     )
     asked = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **k: asked.update(k) or str(tmp_path))

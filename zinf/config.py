@@ -343,6 +343,8 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     import yaml
 
+    if os.path.isdir(path):
+        raise ConfigError(f"{path} is a folder: give a YAML or JSON file")
     try:
         text = Path(path).read_text(encoding="utf-8")
         values = json.loads(text) if str(path).endswith(".json") else yaml.safe_load(text)
@@ -365,6 +367,13 @@ def from_env(cls: type, env: Mapping[str, str]) -> dict[str, Any]:
         if text is not None:
             values[f.name] = yaml.safe_load(text) if text.startswith("[") else text
     return values
+
+
+def hub_hint() -> str:
+    """What to do about a model that could not be had from the hub."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return "HF_HUB_OFFLINE is set: give a folder, or unset it"
+    return "check the name (owner/name) and the network, and for a gated model `hf auth login`"
 
 
 def cache_dir(env: Mapping[str, str] | None = None) -> Path:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
-from zinf.config import Config, build, convert_fields, expand_path, option, read_file, require
+from zinf.config import Config, build, convert_fields, expand_path, hub_hint, option, read_file, require
 from zinf.data import DataConfig, Loader, Rows, find_files, tokenise
 from zinf.errors import ConfigError
 from zinf.trace.recorder import log_folder
@@ -250,11 +250,13 @@ def open_engine(config: TrainConfig, fresh: bool, watch: Watch) -> EngineLike:
 def load_tokenizer(folder: str) -> Any:
     from transformers import AutoTokenizer
 
+    if os.path.isdir(folder) and not any(os.path.exists(os.path.join(folder, name)) for name in ("config.json", "tokenizer_config.json")):
+        raise ConfigError(f"model: {folder} has no config.json: give the folder of a Hugging Face model (save_pretrained makes one)")
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as e:
         if not os.path.isdir(folder):
-            raise ConfigError(f"model: there is no folder {folder} here, and no such model could be had from the hub ({type(e).__name__})") from e
+            raise ConfigError(f"model: there is no folder {folder} here, and no such model could be had from the hub ({type(e).__name__}): {hub_hint()}") from e
         raise ConfigError(f"model: no tokenizer could be loaded from {folder}: text needs one; put it there with tokenizer.save_pretrained") from e
 
 

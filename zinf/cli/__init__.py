@@ -1,4 +1,5 @@
-"""The `zinf` command: `zinf demo | train | run | generate | report | plan | bench | env | import | export | inspect | clean | ds-config`.
+"""The `zinf` command: `zinf demo | train | run | generate | report | plan | bench | env | import | export | inspect | clean |
+ds-config | completion`.
 
 Each command is a module with `add(commands)` that declares its arguments and a `run(args) -> exit code`; modules are light, what
 is heavy is imported by run. A mistake of the user, or of a disk, is one line on stderr; `--debug` shows where it came from.
@@ -14,16 +15,19 @@ import sys
 from zinf import __version__
 from zinf.errors import ZinfError
 
+# The extra that brings a package, where it is not hf.
+EXTRA = {"peft": "peft", "trl": "trl", "datasets": "trl", "gguf": "demo", "matplotlib": "report"}
+
 
 def parser() -> argparse.ArgumentParser:
-    from zinf.cli import bench, demo, ds_config, env, generate, models, plan, report, run, store, train
+    from zinf.cli import bench, completion, demo, ds_config, env, generate, models, plan, report, run, store, train
 
     top = argparse.ArgumentParser(prog="zinf", description="Fine-tune models larger than the GPU, and larger than the RAM, on one card.")
     top.add_argument("--version", action="version", version=f"zinf {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the full traceback of an error, and debug messages")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    for module in (demo, train, run, generate, report, plan, bench, env, models, store, ds_config):
+    for module in (demo, train, run, generate, report, plan, bench, env, models, store, ds_config, completion):
         module.add(commands, [common])
     return top
 
@@ -59,5 +63,5 @@ def describe(e: BaseException) -> str:
     if isinstance(e, OSError) and e.strerror:
         return f"{e.filename}: {e.strerror}" if e.filename else e.strerror
     if isinstance(e, ModuleNotFoundError) and not str(e.name).startswith("zinf"):
-        return f'{text}; it comes with `pip install "zinf[hf]"`'
+        return f'{text}; it comes with `pip install "zinf[{EXTRA.get(str(e.name).partition(".")[0], "hf")}]"`'
     return f"{type(e).__name__}: {text} (--debug shows where)"

@@ -57,10 +57,13 @@ def run(args: argparse.Namespace) -> int:
     from zinf.train import load_tokenizer
 
     quiet_transformers()
+    if not all(prompt.strip() for prompt in prompts):
+        raise ConfigError("a --prompt is empty: give at least one word")
+    tokenizer = None if inference.is_store(args.model) or not args.nvme_path else load_tokenizer(args.model)  # before an import that takes long
     engine = _open(args, config)
     try:
         assert engine.origin is not None
-        tokenizer = load_tokenizer(engine.origin.folder)
+        tokenizer = tokenizer or load_tokenizer(engine.origin.folder)
         torch.manual_seed(args.seed)
         size, start, read = args.batch or len(prompts), time.monotonic(), engine.stats()["bytes_read"]
         for i in range(0, len(prompts), size):

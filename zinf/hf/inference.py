@@ -69,7 +69,7 @@ def open_store(paths: Sequence[str], config: Config) -> Engine:
 
 def _engine(folder: str, config: Config, dtype: torch.dtype, progress: Progress | None, trainable: Any) -> Engine:
     model = from_pretrained(
-        folder, nvme_path=config.nvme_path, run_name=config.run_name, dtype=dtype, resume=True, trainable=trainable, crash_safe=False, progress=progress,
+        folder, nvme_path=config.nvme_path, run_name=config.run_name, dtype=dtype, resume=True, trainable=trainable, progress=progress,
         blocks=config.blocks, leaf_bytes=config.leaf_bytes, optimizer=config.optimizer, momentum=config.momentum, ema_decay=config.ema_decay,
         backend=config.backend, fits=lambda layout, units: check_budgets(config, layout, units),
     )  # fmt: skip

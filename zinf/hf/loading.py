@@ -30,7 +30,7 @@ from zinf.algorithms import moments
 from zinf.checkpoint import SafetensorsSource, check, import_store
 from zinf.checkpoint.sources import PICKLED, ModuleSource, WithFresh, convert
 from zinf.checkpoint.staging import Progress
-from zinf.config import Config
+from zinf.config import Config, hub_hint
 from zinf.discover import Unit, discover, layout_of
 from zinf.errors import CheckpointError, ConfigError
 from zinf.hf.initial import RandomSource, initialise_missing
@@ -104,8 +104,8 @@ def resolve(name_or_dir: str | os.PathLike[str], *, revision: str | None = None,
     except Exception as e:
         if not isinstance(e, (OSError, ValueError)) and not type(e).__module__.startswith(("huggingface_hub", "httpx", "requests")):
             raise
-        why = str(e).strip().splitlines() or [""]
-        raise ConfigError(f"{name} is not a folder here, and could not be downloaded from the hub: {type(e).__name__}: {why[0]}") from e
+        why = (str(e).strip().splitlines() or [""])[0].split(". ")[0]
+        raise ConfigError(f"{name} is not a folder here, and could not be downloaded from the hub: {hub_hint()} ({type(e).__name__}: {why})") from e
 
 
 @contextlib.contextmanager
