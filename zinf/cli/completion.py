@@ -27,5 +27,5 @@ def run(args: argparse.Namespace) -> int:
 
     from zinf.cli import parser
 
-    print(shtab.complete(parser(), shell=args.shell))
+    print(shtab.complete(parser(), args.shell))
     return 0
